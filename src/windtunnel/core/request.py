@@ -1,0 +1,54 @@
+"""What an engine is asked for: frozen values, made by a front end."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+
+class TokenSource(Protocol):
+    """What one sequence "generates". A pure function of position, so a preempted sequence continues unchanged."""
+
+    def token_ids(self, start: int, count: int) -> Sequence[int]:
+        """Output tokens start … start + count - 1. Fewer than asked: the text ends there and the engine adds EOS.
+
+        Whoever makes the source honours `ignore_eos` (never ends) and `min_tokens` (does not end before).
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Lora:
+    """A loaded adapter, as the KV hash and the LoRA slots know it."""
+
+    name: str
+    path: str
+    lora_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """One sequence. A prompt with `n > 1` is `n` of these, submitted together."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    source: TokenSource
+    max_tokens: int
+    arrival_ns: int
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: frozenset[int] = frozenset()
+    priority: int = 0
+    lora: Lora | None = None
+    cache_salt: str | None = None
+    parent_id: str | None = None
+    data_parallel_rank: int | None = None
+    session_id: str | None = None
+    deferred_until_ns: int = 0
+    """Not schedulable before this time (grammar compilation); the request counts as deferred."""
+    report_cached_blocks: bool = False
+    """Publish BlockStored for prefix hits too (`vllm_xargs.kv_cache_report_mode = full`)."""
+    kv_transfer: Mapping[str, Any] | None = None
+    bootstrap: tuple[str, int | None, int] | None = None
+    """SGLang P/D: (host, port, room)."""
+    tags: Mapping[str, str] = field(default_factory=dict)
+    """Plain values for `/debug/requests` (family, route); no engine reads them."""

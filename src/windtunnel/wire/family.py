@@ -1,0 +1,160 @@
+"""The seam of an API family: how one kind of request is read and how its answer is written.
+
+A family is one module: a request model, `plan`, a stream encoder, a body builder and an error envelope. Everything here is
+plain values and pure functions. No signature names a connection, an HTTP request or a response: what a stream needs
+is copied into its frozen spec before the first byte leaves (the ownership rule of `docs/design`).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from windtunnel.core.request import Lora
+
+
+@dataclass(frozen=True, slots=True)
+class WireError(Exception):
+    """An error as the caller sees it, before its family has put it into an envelope."""
+
+    message: str
+    status: int = 400
+    kind: str = "BadRequestError"
+    """The `type` member. vLLM reference §2.6 lists both vocabularies."""
+    param: str | None = None
+
+
+class TokenLogprob(NamedTuple):
+    token_id: int
+    token: str
+    logprob: float
+    top: tuple[tuple[int, str, float], ...] = ()
+    """Alternatives as (id, text, logprob), best first."""
+
+
+class Delta(NamedTuple):
+    """What one choice gained since its last frame. After a slow read several engine outputs come as one delta."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of a whole request (all prompts, all choices)."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+    created_cache_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceResult:
+    """A finished choice of an answer that is not streamed."""
+
+    index: int
+    prompt_index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None
+    stop_reason: int | str | None
+    logprobs: tuple[TokenLogprob, ...] | None = None
+
+
+class StreamEncoder(Protocol):
+    """Writes the frames of one stream. Owns its spec and its own state, and nothing else.
+
+    Calls come in the order `delta`* then one of `close` or `error`; nothing is called afterwards.
+    """
+
+    def delta(self, delta: Delta, usage: Usage) -> bytes:
+        """The frames for this delta (role chunks, text, the finishing chunk), or b"". `usage` counts so far."""
+        ...
+
+    def close(self, usage: Usage) -> bytes:
+        """What ends a good stream: the usage chunk when asked for, then the family's terminator."""
+        ...
+
+    def error(self, error: WireError) -> bytes:
+        """An error after the head, in this family's own form, with its terminator."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPlan:
+    """One prompt, tokenised. `text` is None when the client sent token ids."""
+
+    token_ids: tuple[int, ...]
+    text: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingPlan:
+    """How each prompt is to be continued: values that engine and output processing need."""
+
+    max_tokens: int
+    min_tokens: int = 0
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = None
+    """Alternatives per token; None: no logprobs."""
+    prompt_logprobs: int | None = None
+    seed: int | None = None
+    temperature: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A request that passed every check made before the head: all that is needed to run and answer it.
+
+    `spec` is the family's own frozen value (ids, model name, created, options). `late_error` is a fault that the real server
+    finds only at engine input: with `stream` it is an error frame under 200, otherwise a status (§2.8).
+    """
+
+    spec: Any
+    response_id: str
+    model: str
+    prompts: tuple[PromptPlan, ...]
+    sampling: SamplingPlan
+    stream: bool
+    priority: int = 0
+    lora: Lora | None = None
+    cache_salt: str | None = None
+    data_parallel_rank: int | None = None
+    session_id: str | None = None
+    stream_interval: int = 1
+    late_error: WireError | None = None
+    answer_text: str | None = None
+    """What the answer must say (structured outputs, tool calls); None: the server's generation mode decides."""
+    kv_transfer: Mapping[str, Any] | None = None
+    bootstrap: Sequence[tuple[str, int | None, int]] | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Family(Protocol):
+    """One API family, as `serve` uses it."""
+
+    name: str
+    paths: Sequence[str]
+
+    def plan(self, body: bytes, headers: Mapping[str, str], env: Any) -> Generation:
+        """Read, validate and tokenise. Raises WireError for everything found before the head."""
+        ...
+
+    def encoder(self, generation: Generation) -> StreamEncoder: ...
+
+    def body(self, generation: Generation, choices: Sequence[ChoiceResult], usage: Usage) -> bytes:
+        """The JSON of an answer that is not streamed."""
+        ...
+
+    def error_body(self, error: WireError) -> bytes:
+        """The JSON of an error before the head, in this family's envelope."""
+        ...
