@@ -1,0 +1,104 @@
+"""The real-time driver: one engine, one clock, one alarm.
+
+It sleeps until the engine's next event, advances it, and hands every output to its listener in the same turn of the event
+loop: one wake-up for a whole step, not one for each token.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from windtunnel.core.engine import Engine
+from windtunnel.core.outputs import Refusal, StepOutput, TokenOutput
+from windtunnel.core.request import EngineRequest
+from windtunnel.serve.clock import make_alarm, now_ns
+
+
+class Listener(Protocol):
+    def on_output(self, output: TokenOutput, at_ns: int) -> None: ...
+
+
+class StepObserver(Protocol):
+    """Sees every step whole, after its outputs have been delivered (metrics, history, KV-event publisher)."""
+
+    def on_step(self, step: StepOutput) -> None: ...
+
+
+class EngineDriver:
+    """Owns the engine. All methods run on the event loop's thread."""
+
+    def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop, observers: Sequence[StepObserver]) -> None:
+        self.engine = engine
+        self.steps = 0
+        self._loop = loop
+        self._observers = tuple(observers)
+        self._listeners: dict[str, Listener] = {}
+        self._alarm = make_alarm(loop, self._run)
+        self._soon = False
+        self._at: int | None = None
+        self._closed = False
+
+    def submit(self, requests: Sequence[EngineRequest], listeners: Sequence[Listener]) -> Refusal | None:
+        """Admit all or none; from then on each listener gets the outputs of its request."""
+        refusal = self.engine.submit(requests, now_ns())
+        if refusal is None:
+            self._listeners.update(zip((request.request_id for request in requests), listeners, strict=True))
+        self.wake()
+        return refusal
+
+    def abort(self, request_ids: Sequence[str], *, notify: bool = False) -> int:
+        """End these requests. Without `notify` their listeners hear nothing more."""
+        live = self.engine.abort(request_ids, now_ns(), notify=notify)
+        if not notify:
+            self.forget(request_ids)
+        self.wake()
+        return live
+
+    def forget(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            self._listeners.pop(request_id, None)
+
+    def wake(self) -> None:
+        """Look at the engine again: something about it has changed."""
+        at = self.engine.next_event_at()
+        if at is None or self._closed:
+            return
+        if at <= now_ns():
+            if not self._soon:
+                self._soon = True
+                self._loop.call_soon(self._run)
+        elif at != self._at:
+            self._at = at
+            self._alarm.set(at)
+
+    def close(self) -> None:
+        self._closed = True
+        self._alarm.close()
+
+    def _run(self) -> None:
+        self._soon = False
+        self._at = None
+        if self._closed:
+            return
+        for step in self.engine.advance(now_ns()):
+            self._deliver(step)
+        self.wake()
+
+    def _deliver(self, step: StepOutput) -> None:
+        listeners = self._listeners
+        self.steps += step.stats is not None
+        at_ns = step.at_ns
+        for output in step.outputs:
+            listener = listeners.get(output.request_id)
+            if listener is None:
+                continue
+            if output.finish_reason is not None or output.error is not None:
+                del listeners[output.request_id]
+            listener.on_output(output, at_ns)
+        for observer in self._observers:
+            observer.on_step(step)
+
+
+def call_later_ns(loop: asyncio.AbstractEventLoop, delay_ns: int, callback: Callable[[], None]) -> asyncio.TimerHandle:
+    """For deadlines where a millisecond does not matter."""
+    return loop.call_later(delay_ns / 1e9, callback)

@@ -1,0 +1,179 @@
+"""From engine outputs to the client: streamed frames or one collected answer.
+
+Nothing here, and nothing it calls, can name the HTTP request or response: an answer owns its encoder (over a frozen spec), the
+state of its choices and a `Sink`, which is a way to write bytes and nothing else. `tools/check_ownership.py` holds that.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from windtunnel.core.outputs import TokenOutput
+from windtunnel.wire.family import ChoiceResult, Delta, StreamEncoder, WireError
+from windtunnel.wire.output import ChoiceState
+
+
+class Sink(Protocol):
+    """Where frames go. Writes after the client has left are dropped."""
+
+    @property
+    def blocked(self) -> bool:
+        """The reader is slow and the write buffer full."""
+        ...
+
+    def write(self, frames: Sequence[bytes]) -> None: ...
+
+    def on_writable(self, callback: Callable[[], None]) -> None: ...
+
+
+class UsageMeter:
+    """Token counts so far, with the attribute names of `wire.family.Usage`. One owner: its answer."""
+
+    __slots__ = ("prompt_tokens", "completion_tokens", "cached_tokens", "created_cache_tokens")
+
+    def __init__(self, prompt_tokens: int) -> None:
+        self.prompt_tokens = prompt_tokens
+        self.completion_tokens = 0
+        self.cached_tokens = 0
+        self.created_cache_tokens: int | None = None
+
+
+class Answer:
+    """Common to streamed and collected answers: the choices, the counts and the end.
+
+    `ended` is called exactly once: when the last choice has finished, or when the answer has failed.
+    """
+
+    def __init__(self, choices: Sequence[ChoiceState], prompt_tokens: int, ended: Callable[[], None]) -> None:
+        self.usage = UsageMeter(prompt_tokens)
+        self.error: WireError | None = None
+        self._choices = choices
+        self._unfinished = len(choices)
+        self._ended: Callable[[], None] | None = ended
+
+    @property
+    def open(self) -> bool:
+        return self._ended is not None
+
+    def on_output(self, choice: ChoiceState, output: TokenOutput) -> None:
+        """One engine output of one choice. Returns after whatever it makes visible has been written."""
+        if self._ended is None:
+            return
+        if output.error is not None:
+            self.fail(WireError(output.error.message, output.error.status, output.error.kind))
+            return
+        reason = output.finish_reason
+        self.usage.completion_tokens += len(output.token_ids)
+        if output.cached_tokens:
+            self.usage.cached_tokens += output.cached_tokens
+        delta = choice.push(output.token_ids, reason and reason.value, output.stop_reason)
+        if delta is not None:
+            if delta.finish_reason is not None:
+                self._unfinished -= 1
+            self._emit(delta)
+
+    def fail(self, error: WireError) -> None:
+        """End the answer with an error; later outputs are ignored."""
+        self.error = error
+        self._end()
+
+    def abandon(self) -> None:
+        """The client has gone: nothing is written or reported any more."""
+        self._ended = None
+
+    def _emit(self, delta: Delta) -> None:
+        if not self._unfinished:
+            self._end()
+
+    def _end(self) -> None:
+        ended, self._ended = self._ended, None
+        if ended is not None:
+            ended()
+
+
+class CollectedAnswer(Answer):
+    """An answer that goes out whole. The text stays in the choices until the end."""
+
+    def results(self) -> list[ChoiceResult]:
+        return [choice.result() for choice in self._choices]
+
+
+class StreamedAnswer(Answer):
+    """An answer that goes out frame by frame.
+
+    While the reader is slow, deltas of one choice merge into one, as in vLLM; the buffer is bounded by the request's own
+    `max_tokens`, and whoever owns the answer sets a deadline through `stalled`.
+    """
+
+    def __init__(
+        self,
+        choices: Sequence[ChoiceState],
+        prompt_tokens: int,
+        ended: Callable[[], None],
+        encoder: StreamEncoder,
+        sink: Sink,
+        stalled: Callable[[bool], None],
+    ) -> None:
+        super().__init__(choices, prompt_tokens, ended)
+        self._encoder = encoder
+        self._sink = sink
+        self._stalled = stalled
+        self._held: dict[int, Delta] = {}
+        self.last_write_ns = 0
+
+    def _emit(self, delta: Delta) -> None:
+        if self._held or self._sink.blocked:
+            self._hold(delta)
+            return
+        frames = self._encoder.delta(delta, self.usage)
+        if self._unfinished:
+            self._sink.write(frames)
+        else:
+            self._sink.write([*frames, *self._encoder.close(self.usage)])
+            self._end()
+
+    def fail(self, error: WireError) -> None:
+        self._sink.write(self._encoder.error(error))
+        super().fail(error)
+
+    def keep_alive(self, frame: bytes) -> None:
+        """A comment frame between two deltas."""
+        if self.open and not self._sink.blocked:
+            self._sink.write([frame])
+
+    def _hold(self, delta: Delta) -> None:
+        if not self._held:
+            self._sink.on_writable(self._release)
+            self._stalled(True)
+        earlier = self._held.get(delta.index)
+        self._held[delta.index] = delta if earlier is None else merge(earlier, delta)
+
+    def _release(self) -> None:
+        held, self._held = self._held, {}
+        if held:
+            self._stalled(False)
+        if self._ended is None:
+            return
+        frames: list[bytes] = []
+        for delta in held.values():
+            frames += self._encoder.delta(delta, self.usage)
+        if not self._unfinished:
+            frames += self._encoder.close(self.usage)
+        if frames:
+            self._sink.write(frames)
+        if not self._unfinished:
+            self._end()
+
+
+def merge(earlier: Delta, later: Delta) -> Delta:
+    """Two deltas of one choice as the one that a slow consumer sees."""
+    logprobs = None
+    if earlier.logprobs is not None or later.logprobs is not None:
+        logprobs = (earlier.logprobs or ()) + (later.logprobs or ())
+    return Delta(
+        index=earlier.index,
+        text=earlier.text + later.text,
+        token_ids=earlier.token_ids + later.token_ids,
+        logprobs=logprobs,
+        finish_reason=later.finish_reason,
+        stop_reason=later.stop_reason,
+    )
