@@ -49,6 +49,7 @@ class Refusal:
     """`max_num_queued_reqs`, `max_num_queued_tokens`, `paused`, `dead`, …: the label value of the rejection counter."""
     message: str
     status: int = 503
+    kind: str = "Service Unavailable"
 
 
 class BlockStored(NamedTuple):

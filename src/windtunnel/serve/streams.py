@@ -9,7 +9,7 @@ from typing import Protocol
 
 from windtunnel.core.outputs import TokenOutput
 from windtunnel.wire.family import ChoiceResult, Delta, StreamEncoder, WireError
-from windtunnel.wire.output import ChoiceState
+from windtunnel.wire.output import ChoiceState, merge
 
 
 class Sink(Protocol):
@@ -162,18 +162,3 @@ class StreamedAnswer(Answer):
             self._sink.write(frames)
         if not self._unfinished:
             self._end()
-
-
-def merge(earlier: Delta, later: Delta) -> Delta:
-    """Two deltas of one choice as the one that a slow consumer sees."""
-    logprobs = None
-    if earlier.logprobs is not None or later.logprobs is not None:
-        logprobs = (earlier.logprobs or ()) + (later.logprobs or ())
-    return Delta(
-        index=earlier.index,
-        text=earlier.text + later.text,
-        token_ids=earlier.token_ids + later.token_ids,
-        logprobs=logprobs,
-        finish_reason=later.finish_reason,
-        stop_reason=later.stop_reason,
-    )

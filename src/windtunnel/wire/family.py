@@ -65,21 +65,38 @@ class ChoiceResult:
     logprobs: tuple[TokenLogprob, ...] | None = None
 
 
+class UsageCounts(Protocol):
+    """The counts of a whole request: `Usage`, or a running meter of the same shape."""
+
+    @property
+    def prompt_tokens(self) -> int: ...
+
+    @property
+    def completion_tokens(self) -> int: ...
+
+    @property
+    def cached_tokens(self) -> int: ...
+
+    @property
+    def created_cache_tokens(self) -> int | None: ...
+
+
 class StreamEncoder(Protocol):
     """Writes the frames of one stream. Owns its spec and its own state, and nothing else.
 
-    Calls come in the order `delta`* then one of `close` or `error`; nothing is called afterwards.
+    Calls come in the order `delta`* then one of `close` or `error`; nothing is called afterwards. Every call returns whole
+    frames, each of which leaves as one HTTP chunk. `usage` has the counts so far and is read during the call only.
     """
 
-    def delta(self, delta: Delta, usage: Usage) -> bytes:
-        """The frames for this delta (role chunks, text, the finishing chunk), or b"". `usage` counts so far."""
+    def delta(self, delta: Delta, usage: UsageCounts) -> Sequence[bytes]:
+        """The frames for this delta (role chunks, text, the finishing chunk); may be empty."""
         ...
 
-    def close(self, usage: Usage) -> bytes:
+    def close(self, usage: UsageCounts) -> Sequence[bytes]:
         """What ends a good stream: the usage chunk when asked for, then the family's terminator."""
         ...
 
-    def error(self, error: WireError) -> bytes:
+    def error(self, error: WireError) -> Sequence[bytes]:
         """An error after the head, in this family's own form, with its terminator."""
         ...
 
@@ -125,6 +142,10 @@ class Generation:
     prompts: tuple[PromptPlan, ...]
     sampling: SamplingPlan
     stream: bool
+    family: str = ""
+    """Shown in `/debug/requests`."""
+    indexed_ids: bool = False
+    """The engine's id of prompt `i` is `<response id>-<i>` (completions) and not the response id itself."""
     priority: int = 0
     lora: Lora | None = None
     cache_salt: str | None = None
@@ -151,7 +172,7 @@ class Family(Protocol):
 
     def encoder(self, generation: Generation) -> StreamEncoder: ...
 
-    def body(self, generation: Generation, choices: Sequence[ChoiceResult], usage: Usage) -> bytes:
+    def body(self, generation: Generation, choices: Sequence[ChoiceResult], usage: UsageCounts) -> bytes:
         """The JSON of an answer that is not streamed."""
         ...
 

@@ -1,0 +1,70 @@
+"""Small ASGI helpers: reading a bounded body, writing JSON."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
+from typing import Any
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Endpoint = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+JSON = b"application/json"
+_DISCARD_FACTOR = 4
+"""An oversized body is read and thrown away up to this many times the limit, so that the client gets the 413."""
+
+
+class BodyTooLarge(Exception):
+    """The body is over the limit; what has been read of it is thrown away."""
+
+
+class BodyTimeout(Exception):
+    """The body did not arrive in time."""
+
+
+class ClientGone(Exception):
+    """The client left while its request was being read."""
+
+
+async def read_body(receive: Receive, limit_bytes: int, timeout_s: float) -> bytes:
+    """The whole body, or one of the three exceptions above."""
+    parts: list[bytes] = []
+    size = 0
+    try:
+        async with asyncio.timeout(timeout_s):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGone
+                part = message.get("body", b"")
+                size += len(part)
+                if size <= limit_bytes:
+                    parts.append(part)
+                elif size > _DISCARD_FACTOR * limit_bytes:
+                    raise BodyTooLarge
+                if not message.get("more_body", False):
+                    break
+    except TimeoutError:
+        raise BodyTimeout from None
+    if size > limit_bytes:
+        raise BodyTooLarge
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def headers_of(scope: Scope) -> Mapping[str, str]:
+    """Header names in lower case; of a repeated header the first value counts."""
+    headers: dict[str, str] = {}
+    for name, value in scope["headers"]:
+        headers.setdefault(name.decode("latin-1"), value.decode("latin-1"))
+    return headers
+
+
+async def send_bytes(
+    send: Send, status: int, body: bytes, content_type: bytes | None = JSON, headers: Iterable[tuple[bytes, bytes]] = ()
+) -> None:
+    """A whole answer. Header order is the real servers': content-length, content-type."""
+    fields = [(b"content-length", b"%d" % len(body))]
+    if content_type is not None:
+        fields.append((b"content-type", content_type))
+    await send({"type": "http.response.start", "status": status, "headers": [*headers, *fields]})
+    await send({"type": "http.response.body", "body": body})

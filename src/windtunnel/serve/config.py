@@ -1,0 +1,131 @@
+"""The server's settings, parsed once at the edge into frozen values."""
+
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from windtunnel.core.units import MS, S
+
+Engine = Literal["vllm", "sglang"]
+
+
+class UsageError(ValueError):
+    """A setting that cannot be: names the flag and the right form."""
+
+
+@dataclass(frozen=True, slots=True)
+class PacingConfig:
+    """How long things take. Durations in nanoseconds; `time_scale` divides all of them."""
+
+    model: Literal["request", "step"] = "request"
+    ttft_ns: int = 0
+    ttft_std_ns: int = 0
+    itl_ns: int = 0
+    itl_std_ns: int = 0
+    prefill_token_ns: int = 0
+    distribution: Literal["normal", "lognormal", "uniform"] = "normal"
+    step_base_ns: int = 10 * MS
+    step_prefill_token_ns: int = 20_000
+    step_decode_seq_ns: int = 100_000
+    time_scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationConfig:
+    """What is "generated". `natural_length` is the range in which an answer stops by itself (oracle mode)."""
+
+    mode: Literal["oracle", "echo", "sentence"] = "oracle"
+    natural_length: tuple[int, int] = (64, 256)
+    responses_file: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """The scheduler's numbers, under vLLM's flag names."""
+
+    max_model_len: int = 32768
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    block_size: int = 16
+    num_gpu_blocks: int = 16384
+    enable_prefix_caching: bool = True
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    watermark: float = 0.0
+    reserve_full_isl: bool = True
+    long_prefill_token_threshold: int = 0
+    max_num_queued_reqs: int | None = None
+    max_num_queued_tokens: int | None = None
+    max_loras: int = 1
+    async_scheduling: bool = False
+    prefix_caching_hash_algo: str = "sha256"
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLimits:
+    """What clients may cost the process. Every limit is listed in docs/model.md."""
+
+    body_bytes: int = 64 * 1024 * 1024
+    body_timeout_ns: int = 60 * S
+    head_bytes: int = 64 * 1024
+    head_timeout_ns: int = 10 * S
+    write_buffer_bytes: int = 256 * 1024
+    write_deadline_ns: int = 60 * S
+    open_answers: int = 65536
+    history: int = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class ServeConfig:
+    """Everything `windtunnel serve` was told."""
+
+    model: str
+    engine: Engine = "vllm"
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_names: tuple[str, ...] = ()
+    tokenizer: str | None = None
+    lora_modules: tuple[tuple[str, str], ...] = ()
+    seed: int = 0
+    vllm_version: str = "0.33.0"
+    api_keys: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+    dev_mode: bool = False
+    enable_server_load_tracking: bool = False
+    enable_prompt_tokens_details: bool = False
+    enable_force_include_usage: bool = False
+    enable_auto_tool_choice: bool = False
+    enable_request_id_headers: bool = False
+    enable_log_requests: bool = False
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
+    return_tokens_as_token_ids: bool = False
+    trust_request_chat_template: bool = False
+    max_logprobs: int = 20
+    stream_interval: int = 1
+    sse_keep_alive_interval_ns: int = 0
+    shutdown_timeout_ns: int = 0
+    timeout_keep_alive_ns: int = 5 * S
+    disable_access_log: bool = False
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
+    faults: tuple[str, ...] = ()
+    pacing: PacingConfig = field(default_factory=PacingConfig)
+    generation: GenerationConfig = field(default_factory=GenerationConfig)
+    scheduler: EngineSettings = field(default_factory=EngineSettings)
+    limits: ServerLimits = field(default_factory=ServerLimits)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.served_model_names or (self.model,)
+
+
+def as_json(config: Any) -> dict[str, Any]:
+    """A config value as plain JSON types, nested; what is printed at start and served by `/admin/config`."""
+    out: dict[str, Any] = {}
+    for item in fields(config):
+        value = getattr(config, item.name)
+        if hasattr(value, "__dataclass_fields__"):
+            value = as_json(value)
+        elif item.name == "api_keys":
+            value = ["***"] * len(value)
+        out[item.name] = list(value) if isinstance(value, tuple) else value
+    return out

@@ -1,0 +1,171 @@
+"""The route of a generating family: read, plan, run, answer. The same code for every family.
+
+The handler owns the request and the response until the head is sent. After that the answer and its encoder write through a
+`ChunkSink`; the handler only waits, for the end or for the client's leaving, and closes the chunked body.
+"""
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from windtunnel.core.outputs import Refusal
+from windtunnel.serve.asgi import ClientGone, Receive, Scope, Send, headers_of, send_bytes
+from windtunnel.serve.clock import now_ns
+from windtunnel.serve.http11 import LINE, ClientLine
+from windtunnel.serve.jobs import Job
+from windtunnel.serve.seams import WriteFailed
+from windtunnel.serve.streams import Answer, CollectedAnswer, StreamedAnswer
+from windtunnel.wire.family import Family, Generation, WireError
+from windtunnel.wire.output import ChoiceState
+
+if TYPE_CHECKING:
+    from windtunnel.serve.state import Server
+
+_STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8")]
+_KEEP_ALIVE_FRAME = b": keep-alive\n\n"
+
+
+class GenerateRoute:
+    """One family's endpoint."""
+
+    def __init__(self, server: "Server", family: Family) -> None:
+        self._server = server
+        self._family = family
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        arrival_ns = now_ns()
+        try:
+            generation = await self._plan(scope, receive)
+        except ClientGone:
+            return
+        except WireError as error:
+            await send_bytes(send, error.status, self._family.error_body(error))
+            return
+        self._server.load += 1
+        try:
+            if generation.stream:
+                await self._stream(generation, arrival_ns, scope, send)
+            else:
+                await self._collect(generation, arrival_ns, scope, send)
+        finally:
+            self._server.load -= 1
+
+    async def _plan(self, scope: Scope, receive: Receive) -> Generation:
+        body = await self._server.body(receive)
+        return self._family.plan(body, headers_of(scope), self._server.env)
+
+    async def _collect(self, generation: Generation, arrival_ns: int, scope: Scope, send: Send) -> None:
+        line: ClientLine = scope[LINE]
+        end = asyncio.Event()
+        choices = self._choices(generation, keep=True)
+        answer = CollectedAnswer(choices, _prompt_tokens(generation), end.set)
+        error = generation.late_error or await self._run(generation, answer, choices, arrival_ns, scope, end)
+        if line.gone:
+            return
+        error = error or answer.error
+        if error is not None:
+            await send_bytes(send, error.status, self._family.error_body(error))
+            return
+        await send_bytes(send, 200, self._family.body(generation, answer.results(), answer.usage))
+
+    async def _stream(self, generation: Generation, arrival_ns: int, scope: Scope, send: Send) -> None:
+        """A refusal of a single sequence is still a status; everything later is a frame (§2.8)."""
+        line: ClientLine = scope[LINE]
+        end = asyncio.Event()
+        choices = self._choices(generation, keep=False)
+        encoder = self._family.encoder(generation)
+        stall = StallTimer(self._server, line)
+        answer = StreamedAnswer(choices, _prompt_tokens(generation), end.set, encoder, line.sink(), stall)
+        if generation.late_error is None and len(choices) == 1:
+            refusal = self._server.would_refuse(generation)
+            if refusal is not None:
+                error = WireError(refusal.message, refusal.status, refusal.kind)
+                await send_bytes(send, error.status, self._family.error_body(error))
+                return
+        await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+        if generation.late_error is not None:
+            answer.fail(generation.late_error)
+        else:
+            keep_alive = self._server.keep_alive(answer, _KEEP_ALIVE_FRAME)
+            error = await self._run(generation, answer, choices, arrival_ns, scope, end)
+            keep_alive.cancel()
+            stall.cancel()
+            if error is not None:
+                answer.fail(error)
+        if not line.gone:
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _run(
+        self, generation: Generation, answer: Answer, choices: list[ChoiceState], arrival_ns: int, scope: Scope, end: asyncio.Event
+    ) -> WireError | None:
+        """Run to the end, or until the client has gone. A refusal comes back as the error to send."""
+        server = self._server
+        job = server.jobs.start(generation, answer, choices, arrival_ns)
+        if isinstance(job, Refusal):
+            answer.abandon()
+            return WireError(job.message, job.status, job.kind)
+        line: ClientLine = scope[LINE]
+        departure = Departure(server, job, answer, end, server.seams.write_failed(scope))
+        line.on_gone(departure)
+        try:
+            await end.wait()
+        except asyncio.CancelledError:
+            departure()
+            raise
+        finally:
+            server.jobs.end(job)
+        return None
+
+    def _choices(self, generation: Generation, *, keep: bool) -> list[ChoiceState]:
+        sampling, tokenizer = generation.sampling, self._server.env.tokenizer
+        return [
+            ChoiceState(child + prompt * sampling.n, prompt, sampling, tokenizer, keep=keep, stream_interval=generation.stream_interval)
+            for prompt in range(len(generation.prompts))
+            for child in range(sampling.n)
+        ]
+
+
+class Departure:
+    """What happens, once, when the client leaves: abort in the engine, drop later output, one log line."""
+
+    __slots__ = ("_answer", "_end", "_job", "_report", "_server")
+
+    def __init__(self, server: "Server", job: Job, answer: Answer, end: asyncio.Event, report: WriteFailed) -> None:
+        self._server = server
+        self._job = job
+        self._answer = answer
+        self._end = end
+        self._report = report
+
+    def __call__(self) -> None:
+        if not self._answer.open:
+            return
+        self._answer.abandon()
+        self._server.seams.disconnected(self._server.abort, self._job.request_ids)
+        tokens = self._answer.usage.completion_tokens
+        self._report(self._job.response_id, f"after {tokens} tokens" if tokens else "before the first token")
+        self._end.set()
+
+
+class StallTimer:
+    """The write deadline of one stream: a reader that stays blocked so long is cut off."""
+
+    __slots__ = ("_handle", "_line", "_server")
+
+    def __init__(self, server: "Server", line: ClientLine) -> None:
+        self._server = server
+        self._line = line
+        self._handle: asyncio.TimerHandle | None = None
+
+    def __call__(self, stalled: bool) -> None:
+        self.cancel()
+        if stalled:
+            self._handle = self._server.loop.call_later(self._server.config.limits.write_deadline_ns / 1e9, self._line.sink().cut)
+
+    def cancel(self) -> None:
+        if self._handle is not None:
+            self._handle.cancel()
+            self._handle = None
+
+
+def _prompt_tokens(generation: Generation) -> int:
+    return sum(len(prompt.token_ids) for prompt in generation.prompts)

@@ -1,0 +1,145 @@
+"""From a planned generation to engine requests, and back from their outputs to an answer.
+
+A *job* is all the engine requests of one API call: prompts x `n`. The engine's ids follow vLLM (reference §2.1): prompt `i`
+of a completion is `<response id>-<i>`, other families use the response id; each gets a random suffix so that two live
+calls with one client id cannot collide; choice `j` of `n > 1` is `<j>_<parent>`.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from windtunnel.core.outputs import FinishReason, Refusal, TokenOutput
+from windtunnel.core.request import EngineRequest, TokenSource
+from windtunnel.serve.driver import EngineDriver
+from windtunnel.serve.streams import Answer
+from windtunnel.serve.telemetry import RequestTelemetry, Telemetry
+from windtunnel.wire.family import Generation, WireError
+from windtunnel.wire.output import ChoiceState
+
+MakeSource = Callable[[Generation, int, int], TokenSource]
+
+
+class ChoiceListener:
+    """Feeds one engine request's outputs to its choice of the answer."""
+
+    __slots__ = ("_answer", "_choice", "_driver", "_telemetry", "counts_cached", "external_id", "request_id")
+
+    def __init__(
+        self, request_id: str, external_id: str, answer: Answer, choice: ChoiceState, driver: EngineDriver, telemetry: RequestTelemetry
+    ) -> None:
+        self.request_id = request_id
+        self.external_id = external_id
+        self._answer = answer
+        self._choice = choice
+        self._driver = driver
+        self._telemetry = telemetry
+
+    def on_output(self, output: TokenOutput, at_ns: int) -> None:
+        self._telemetry.on_output(output, at_ns)
+        self._answer.on_output(self._choice, output)
+        if self._choice.stopped_by is not None and output.finish_reason is None:
+            self._telemetry.on_stop_string(at_ns)
+            self._driver.abort([self.request_id])
+
+    def finish_aborted(self) -> None:
+        """An operator's abort by id: the front end writes the last piece itself, and nothing is counted (§3.8)."""
+        self._answer.on_output(self._choice, TokenOutput(self.request_id, (), FinishReason.ABORT))
+
+    def fail(self, error: WireError) -> None:
+        self._answer.fail(error)
+
+
+@dataclass(slots=True)
+class Job:
+    """One API call at work. Owned by its handler; `Jobs` keeps it only for aborts by id."""
+
+    response_id: str
+    listeners: Sequence[ChoiceListener]
+
+    @property
+    def request_ids(self) -> list[str]:
+        return [listener.request_id for listener in self.listeners]
+
+
+class Jobs:
+    """All jobs at work."""
+
+    def __init__(self, driver: EngineDriver, telemetry: Telemetry, make_source: MakeSource, new_suffix: Callable[[], str], limit: int) -> None:
+        self._driver = driver
+        self._telemetry = telemetry
+        self._make_source = make_source
+        self._new_suffix = new_suffix
+        self._limit = limit
+        self._live: dict[int, Job] = {}
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def start(self, generation: Generation, answer: Answer, choices: Sequence[ChoiceState], arrival_ns: int) -> Job | Refusal:
+        """Submit everything or nothing."""
+        if len(self._live) >= self._limit:
+            return Refusal("open_answers", f"The server already has {self._limit} open answers.")
+        requests = list(self._requests(generation, arrival_ns))
+        listeners = [
+            ChoiceListener(
+                request.request_id,
+                request.tags["external_id"],
+                answer,
+                choice,
+                self._driver,
+                self._telemetry.request(request, generation, first_of_prompt=choice.index % generation.sampling.n == 0),
+            )
+            for request, choice in zip(requests, choices, strict=True)
+        ]
+        refusal = self._driver.submit(requests, listeners)
+        if refusal is not None:
+            self._telemetry.on_rejected(refusal)
+            return refusal
+        job = Job(generation.response_id, listeners)
+        self._live[id(job)] = job
+        return job
+
+    def end(self, job: Job) -> None:
+        self._live.pop(id(job), None)
+
+    def abort_by_id(self, external_ids: Iterable[str]) -> None:
+        """An operator's abort: matching streams get a last piece with `abort`. Unknown ids are ignored."""
+        wanted = set(external_ids)
+        hit = [listener for job in self._live.values() for listener in job.listeners if listener.external_id in wanted]
+        self._finish_aborted(hit)
+
+    def abort_all(self) -> int:
+        """Abort every job; the number of engine requests that were live."""
+        hit = [listener for job in self._live.values() for listener in job.listeners]
+        self._finish_aborted(hit)
+        return len(hit)
+
+    def _finish_aborted(self, listeners: Sequence[ChoiceListener]) -> None:
+        self._driver.abort([listener.request_id for listener in listeners])
+        for listener in listeners:
+            listener.finish_aborted()
+
+    def _requests(self, generation: Generation, arrival_ns: int) -> Iterable[EngineRequest]:
+        sampling = generation.sampling
+        for prompt_index, prompt in enumerate(generation.prompts):
+            external = f"{generation.response_id}-{prompt_index}" if generation.indexed_ids else generation.response_id
+            parent = f"{external}-{self._new_suffix()}"
+            for child in range(sampling.n):
+                yield EngineRequest(
+                    request_id=f"{child}_{parent}" if sampling.n > 1 else parent,
+                    prompt_token_ids=prompt.token_ids,
+                    source=self._make_source(generation, prompt_index, child),
+                    max_tokens=sampling.max_tokens,
+                    arrival_ns=arrival_ns,
+                    min_tokens=sampling.min_tokens,
+                    ignore_eos=sampling.ignore_eos,
+                    stop_token_ids=frozenset(sampling.stop_token_ids),
+                    priority=generation.priority,
+                    lora=generation.lora,
+                    cache_salt=generation.cache_salt,
+                    parent_id=parent if sampling.n > 1 else None,
+                    data_parallel_rank=generation.data_parallel_rank,
+                    session_id=generation.session_id,
+                    kv_transfer=generation.kv_transfer,
+                    tags={"external_id": external, "family": generation.family, "stream": str(generation.stream).lower()},
+                )

@@ -1,0 +1,74 @@
+"""The named seams at which planted defects attach.
+
+With no fault switched on every seam is the plain behaviour below and no module of `windtunnel.faults` is imported. A fault is a
+class with a `NAME`, and an `attach(seams)` that returns other seams.
+"""
+
+import importlib
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from windtunnel.faults.catalogue import CATALOGUE
+
+log = logging.getLogger("windtunnel.serve")
+
+AsgiApp = Callable[[Any, Any, Any], Any]
+Abort = Callable[[Sequence[str]], None]
+
+
+class WriteFailed(Protocol):
+    """Called once for each stream whose client has gone, with what the log line needs."""
+
+    def __call__(self, answer_id: str, phase: str) -> None: ...
+
+
+def log_disconnect(answer_id: str, phase: str) -> None:
+    log.info("client of %s has gone (%s): aborted, later output dropped", answer_id, phase)
+
+
+def disconnect_aborts(abort: Abort, request_ids: Sequence[str]) -> bool:
+    """The client has gone: end its requests in the engine. True when that was done."""
+    abort(request_ids)
+    return True
+
+
+def plain_app(app: AsgiApp) -> AsgiApp:
+    return app
+
+
+def reporter_of(_scope: Any) -> WriteFailed:
+    return log_disconnect
+
+
+@dataclass(frozen=True, slots=True)
+class Seams:
+    """Where a defect can be planted in the live server."""
+
+    wrap_app: Callable[[AsgiApp], AsgiApp] = plain_app
+    """Around the whole ASGI application: how request and response objects are made."""
+    write_failed: Callable[[Any], WriteFailed] = reporter_of
+    """From the handler's ASGI scope: what a stream does about a failed write. The stream only gets the result."""
+    disconnected: Callable[[Abort, Sequence[str]], bool] = disconnect_aborts
+    """What a client's leaving does to its requests."""
+
+    def with_(self, **changes: Any) -> "Seams":
+        return replace(self, **changes)
+
+
+class Fault(Protocol):
+    NAME: str
+
+    def attach(self, seams: Seams) -> Seams: ...
+
+
+def load(names: Sequence[str]) -> Seams:
+    """The seams with these faults attached. Raises KeyError for an unknown name."""
+    seams = Seams()
+    for name in names:
+        entry = CATALOGUE[name]
+        module = importlib.import_module(f"windtunnel.faults.{entry.module}")
+        seams = module.FAULT.attach(seams)
+        log.warning("fault switched on: %s", name)
+    return seams
