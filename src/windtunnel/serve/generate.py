@@ -58,62 +58,60 @@ class GenerateRoute:
         end = asyncio.Event()
         choices = self._choices(generation, keep=True)
         answer = CollectedAnswer(choices, _prompt_tokens(generation), end.set)
-        error = generation.late_error or await self._run(generation, answer, choices, arrival_ns, scope, end)
+        error = generation.late_error
+        if error is None:
+            job = self._server.jobs.start(generation, answer, choices, arrival_ns)
+            if isinstance(job, Refusal):
+                error = _refused(job)
+            else:
+                await self._wait(job, answer, scope, end)
+                error = answer.error
         if line.gone:
             return
-        error = error or answer.error
         if error is not None:
             await send_bytes(send, error.status, self._family.error_body(error))
-            return
-        await send_bytes(send, 200, self._family.body(generation, answer.results(), answer.usage))
+        else:
+            await send_bytes(send, 200, self._family.body(generation, answer.results(), answer.usage))
 
     async def _stream(self, generation: Generation, arrival_ns: int, scope: Scope, send: Send) -> None:
-        """A refusal of a single sequence is still a status; everything later is a frame (§2.8)."""
+        """The refusal of a single sequence is a status; everything found later is a frame (§2.8)."""
         line: ClientLine = scope[LINE]
         end = asyncio.Event()
         choices = self._choices(generation, keep=False)
-        encoder = self._family.encoder(generation)
-        stall = StallTimer(self._server, line)
-        answer = StreamedAnswer(choices, _prompt_tokens(generation), end.set, encoder, line.sink(), stall)
-        if generation.late_error is None and len(choices) == 1:
-            refusal = self._server.would_refuse(generation)
-            if refusal is not None:
-                error = WireError(refusal.message, refusal.status, refusal.kind)
-                await send_bytes(send, error.status, self._family.error_body(error))
+        sink, stall = line.sink(), StallTimer(self._server, line)
+        answer = StreamedAnswer(choices, _prompt_tokens(generation), end.set, self._family.encoder(generation), sink, stall)
+        job: Job | Refusal | None = None
+        if len(choices) == 1 and generation.late_error is None:
+            job = self._server.jobs.start(generation, answer, choices, arrival_ns)
+            if isinstance(job, Refusal):
+                await send_bytes(send, job.status, self._family.error_body(_refused(job)))
                 return
         await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+        sink.open()
         if generation.late_error is not None:
             answer.fail(generation.late_error)
-        else:
+        elif job is None:
+            job = self._server.jobs.start(generation, answer, choices, arrival_ns)
+            if isinstance(job, Refusal):
+                answer.fail(_refused(job))
+        if isinstance(job, Job):
             keep_alive = self._server.keep_alive(answer, _KEEP_ALIVE_FRAME)
-            error = await self._run(generation, answer, choices, arrival_ns, scope, end)
-            keep_alive.cancel()
-            stall.cancel()
-            if error is not None:
-                answer.fail(error)
+            await self._wait(job, answer, scope, end)
+            keep_alive()
+        stall.cancel()
         if not line.gone:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _run(
-        self, generation: Generation, answer: Answer, choices: list[ChoiceState], arrival_ns: int, scope: Scope, end: asyncio.Event
-    ) -> WireError | None:
-        """Run to the end, or until the client has gone. A refusal comes back as the error to send."""
-        server = self._server
-        job = server.jobs.start(generation, answer, choices, arrival_ns)
-        if isinstance(job, Refusal):
-            answer.abandon()
-            return WireError(job.message, job.status, job.kind)
+    async def _wait(self, job: Job, answer: Answer, scope: Scope, end: asyncio.Event) -> None:
+        """Until the answer has ended or the client has gone."""
         line: ClientLine = scope[LINE]
-        departure = Departure(server, job, answer, end, server.seams.write_failed(scope))
+        departure = Departure(self._server, job, answer, end, self._server.seams.write_failed(scope))
         line.on_gone(departure)
         try:
             await end.wait()
-        except asyncio.CancelledError:
-            departure()
-            raise
         finally:
-            server.jobs.end(job)
-        return None
+            departure()
+            self._server.jobs.end(job)
 
     def _choices(self, generation: Generation, *, keep: bool) -> list[ChoiceState]:
         sampling, tokenizer = generation.sampling, self._server.env.tokenizer
@@ -165,6 +163,10 @@ class StallTimer:
         if self._handle is not None:
             self._handle.cancel()
             self._handle = None
+
+
+def _refused(refusal: Refusal) -> WireError:
+    return WireError(refusal.message, refusal.status, refusal.kind)
 
 
 def _prompt_tokens(generation: Generation) -> int:

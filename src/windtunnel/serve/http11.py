@@ -34,23 +34,26 @@ class HttpLimits:
 class ChunkSink:
     """Writes the chunked body of one response, frame by frame. After the client has gone, writes are dropped.
 
-    Between the ASGI start message and the last body message the transport belongs to this sink alone.
+    Blocked until `open` says that the head is out; from there to the last ASGI body message the transport is this sink's alone.
     """
 
-    __slots__ = ("_line", "_transport")
+    __slots__ = ("_line", "_opened", "_transport")
 
     def __init__(self, line: "ClientLine", transport: Any) -> None:
         self._line = line
         self._transport = transport
+        self._opened = False
+
+    def open(self) -> None:
+        """The head has been sent."""
+        self._opened = True
+        if not self._line.blocked:
+            self._line.set_blocked(False)
 
     @property
     def blocked(self) -> bool:
-        """The client reads too slowly: hold frames back until `on_writable` calls."""
-        return self._line.blocked
-
-    @property
-    def gone(self) -> bool:
-        return self._line.gone
+        """Hold frames back until `on_writable` calls: no head yet, or the client reads too slowly."""
+        return self._line.blocked or not self._opened
 
     def write(self, frames: Sequence[bytes]) -> None:
         """One chunk for each frame, in one write."""
@@ -59,7 +62,7 @@ class ChunkSink:
         if len(frames) == 1:
             frame = frames[0]
             self._transport.write(b"%x\r\n%b\r\n" % (len(frame), frame))
-        else:
+        elif frames:
             self._transport.write(b"".join([b"%x\r\n%b\r\n" % (len(frame), frame) for frame in frames]))
 
     def on_writable(self, callback: Callable[[], None]) -> None:

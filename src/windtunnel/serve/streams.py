@@ -118,9 +118,10 @@ class StreamedAnswer(Answer):
         self._sink = sink
         self._stalled = stalled
         self._held: dict[int, Delta] = {}
-        self.last_write_ns = 0
+        self.deltas = 0
 
     def _emit(self, delta: Delta) -> None:
+        self.deltas += 1
         if self._held or self._sink.blocked:
             self._hold(delta)
             return
@@ -132,8 +133,9 @@ class StreamedAnswer(Answer):
             self._end()
 
     def fail(self, error: WireError) -> None:
-        self._sink.write(self._encoder.error(error))
-        super().fail(error)
+        if self.open:
+            self._sink.write([*self._release_frames(), *self._encoder.error(error)])
+            super().fail(error)
 
     def keep_alive(self, frame: bytes) -> None:
         """A comment frame between two deltas."""
@@ -148,17 +150,20 @@ class StreamedAnswer(Answer):
         self._held[delta.index] = delta if earlier is None else merge(earlier, delta)
 
     def _release(self) -> None:
-        held, self._held = self._held, {}
-        if held:
-            self._stalled(False)
+        if not self._held:
+            return
+        self._stalled(False)
+        frames = self._release_frames()
         if self._ended is None:
             return
-        frames: list[bytes] = []
-        for delta in held.values():
-            frames += self._encoder.delta(delta, self.usage)
-        if not self._unfinished:
-            frames += self._encoder.close(self.usage)
-        if frames:
+        if self._unfinished:
             self._sink.write(frames)
-        if not self._unfinished:
+        else:
+            self._sink.write([*frames, *self._encoder.close(self.usage)])
             self._end()
+
+    def _release_frames(self) -> list[bytes]:
+        held, self._held = self._held, {}
+        if self._ended is None:
+            return []
+        return [frame for delta in held.values() for frame in self._encoder.delta(delta, self.usage)]
