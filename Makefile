@@ -35,7 +35,7 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python tools/check_functions.py src tools bench
+	$(BIN)/python tools/check_functions.py src tools tests $(wildcard bench)
 	$(BIN)/python tools/check_ownership.py src
 	$(BIN)/python tools/check_docs.py .
 
