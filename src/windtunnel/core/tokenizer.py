@@ -157,7 +157,9 @@ class BuiltinTokenizer:
     ) -> str:
         """ChatML. Raises ValueError for a template of the caller's own: those need a real tokenizer folder."""
         if chat_template is not None:
-            raise ValueError("the built-in tokenizer has one fixed chat template; load a folder with --tokenizer to use another")
+            raise ValueError(
+                "the built-in tokenizer has one fixed chat template; load a folder with --tokenizer to use another"
+            )
         parts = [_chatml("system", "Tools: " + repr([dict(tool) for tool in tools]))] if tools else []
         parts += [_chatml(str(message["role"]), _content_text(message)) for message in messages]
         if continue_final_message and parts:

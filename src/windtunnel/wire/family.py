@@ -34,7 +34,7 @@ class TokenLogprob(NamedTuple):
 class Delta(NamedTuple):
     """What one choice gained since its last frame. After a slow read several engine outputs come as one delta."""
 
-    index: int  # type: ignore[assignment]
+    index: int  # type: ignore[assignment]  # the API's own name; nobody searches a delta with tuple.index
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] | None = None

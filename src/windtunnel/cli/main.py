@@ -1,0 +1,24 @@
+"""The command line: one thin function for each sub-command."""
+
+import typer
+
+from windtunnel import __version__
+
+app = typer.Typer(name="windtunnel", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"windtunnel {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: bool = typer.Option(False, "--version", is_eager=True, callback=_print_version, help="Print the version."),
+) -> None:
+    """A GPU-free test bench for LLM serving."""
+
+
+def main() -> None:
+    app()
