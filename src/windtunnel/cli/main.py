@@ -3,6 +3,7 @@
 import typer
 
 from windtunnel import __version__
+from windtunnel.cli import faults, serve
 
 app = typer.Typer(name="windtunnel", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -18,6 +19,10 @@ def root(
     version: bool = typer.Option(False, "--version", is_eager=True, callback=_print_version, help="Print the version."),
 ) -> None:
     """A GPU-free test bench for LLM serving."""
+
+
+for command in (serve, faults):
+    command.register(app)
 
 
 def main() -> None:

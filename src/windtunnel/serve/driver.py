@@ -5,7 +5,7 @@ loop: one wake-up for a whole step, not one for each token.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from windtunnel.core.engine import Engine
@@ -15,20 +15,21 @@ from windtunnel.serve.clock import make_alarm, now_ns
 
 
 class Listener(Protocol):
-    def on_output(self, output: TokenOutput, at_ns: int) -> None: ...
+    def on_output(self, output: TokenOutput) -> None: ...
 
 
 class StepObserver(Protocol):
-    """Sees every step whole, after its outputs have been delivered (metrics, history, KV-event publisher)."""
+    """Sees every step whole, before its outputs are delivered (metrics, history, KV-event publisher)."""
 
-    def on_step(self, step: StepOutput) -> None: ...
+    def on_step(self, rank: int, step: StepOutput, now_ns: int) -> None: ...
 
 
 class EngineDriver:
     """Owns the engine. All methods run on the event loop's thread."""
 
-    def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop, observers: Sequence[StepObserver]) -> None:
+    def __init__(self, engine: Engine, rank: int, loop: asyncio.AbstractEventLoop, observers: Sequence[StepObserver]) -> None:
         self.engine = engine
+        self.rank = rank
         self.steps = 0
         self._loop = loop
         self._observers = tuple(observers)
@@ -80,25 +81,21 @@ class EngineDriver:
         self._at = None
         if self._closed:
             return
-        for step in self.engine.advance(now_ns()):
-            self._deliver(step)
+        started_ns = now_ns()
+        for step in self.engine.advance(started_ns):
+            for observer in self._observers:
+                observer.on_step(self.rank, step, started_ns)
+            self.steps += step.stats is not None
+            if step.outputs:
+                self._deliver(step)
         self.wake()
 
     def _deliver(self, step: StepOutput) -> None:
         listeners = self._listeners
-        self.steps += step.stats is not None
-        at_ns = step.at_ns
         for output in step.outputs:
             listener = listeners.get(output.request_id)
             if listener is None:
                 continue
             if output.finish_reason is not None or output.error is not None:
                 del listeners[output.request_id]
-            listener.on_output(output, at_ns)
-        for observer in self._observers:
-            observer.on_step(step)
-
-
-def call_later_ns(loop: asyncio.AbstractEventLoop, delay_ns: int, callback: Callable[[], None]) -> asyncio.TimerHandle:
-    """For deadlines where a millisecond does not matter."""
-    return loop.call_later(delay_ns / 1e9, callback)
+            listener.on_output(output)

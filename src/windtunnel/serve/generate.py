@@ -138,7 +138,7 @@ class Departure:
         if not self._answer.open:
             return
         self._answer.abandon()
-        self._server.seams.disconnected(self._server.abort, self._job.request_ids)
+        self._server.seams.disconnected(self._server.jobs.drop, self._job.request_ids)
         tokens = self._answer.usage.completion_tokens
         self._report(self._job.response_id, f"after {tokens} tokens" if tokens else "before the first token")
         self._end.set()

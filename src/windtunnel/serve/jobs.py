@@ -5,14 +5,16 @@ of a completion is `<response id>-<i>`, other families use the response id; each
 calls with one client id cannot collide; choice `j` of `n > 1` is `<j>_<parent>`.
 """
 
+import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from windtunnel.core.outputs import FinishReason, Refusal, TokenOutput
 from windtunnel.core.request import EngineRequest, TokenSource
+from windtunnel.serve.clock import now_ns
 from windtunnel.serve.driver import EngineDriver
 from windtunnel.serve.streams import Answer
-from windtunnel.serve.telemetry import RequestTelemetry, Telemetry
+from windtunnel.serve.telemetry import Metrics
 from windtunnel.wire.family import Generation, WireError
 from windtunnel.wire.output import ChoiceState
 
@@ -22,31 +24,32 @@ MakeSource = Callable[[Generation, int, int], TokenSource]
 class ChoiceListener:
     """Feeds one engine request's outputs to its choice of the answer."""
 
-    __slots__ = ("_answer", "_choice", "_driver", "_telemetry", "counts_cached", "external_id", "request_id")
+    __slots__ = ("_answer", "_choice", "_driver", "_metrics", "external_id", "request_id")
 
-    def __init__(
-        self, request_id: str, external_id: str, answer: Answer, choice: ChoiceState, driver: EngineDriver, telemetry: RequestTelemetry
-    ) -> None:
-        self.request_id = request_id
-        self.external_id = external_id
+    def __init__(self, request: EngineRequest, answer: Answer, choice: ChoiceState, driver: EngineDriver, metrics: Metrics) -> None:
+        self.request_id = request.request_id
+        self.external_id = request.tags["external_id"]
         self._answer = answer
         self._choice = choice
         self._driver = driver
-        self._telemetry = telemetry
+        self._metrics = metrics
 
-    def on_output(self, output: TokenOutput, at_ns: int) -> None:
-        self._telemetry.on_output(output, at_ns)
+    def on_output(self, output: TokenOutput) -> None:
         self._answer.on_output(self._choice, output)
-        if self._choice.stopped_by is not None and output.finish_reason is None:
-            self._telemetry.on_stop_string(at_ns)
+        if output.error is not None:
+            self._metrics.on_finished(self.request_id, FinishReason.ERROR, now_ns())
+        elif output.finish_reason is not None:
+            self._metrics.on_finished(self.request_id, output.finish_reason, now_ns())
+        elif self._choice.stopped_by is not None:
+            self._metrics.on_finished(self.request_id, FinishReason.STOP, now_ns())
             self._driver.abort([self.request_id])
+
+    def fail(self, error: WireError) -> None:
+        self._answer.fail(error)
 
     def finish_aborted(self) -> None:
         """An operator's abort by id: the front end writes the last piece itself, and nothing is counted (§3.8)."""
         self._answer.on_output(self._choice, TokenOutput(self.request_id, (), FinishReason.ABORT))
-
-    def fail(self, error: WireError) -> None:
-        self._answer.fail(error)
 
 
 @dataclass(slots=True)
@@ -64,13 +67,18 @@ class Job:
 class Jobs:
     """All jobs at work."""
 
-    def __init__(self, driver: EngineDriver, telemetry: Telemetry, make_source: MakeSource, new_suffix: Callable[[], str], limit: int) -> None:
+    def __init__(
+        self, driver: EngineDriver, metrics: Metrics, make_source: MakeSource, new_suffix: Callable[[], str], limit: int
+    ) -> None:
         self._driver = driver
-        self._telemetry = telemetry
+        self._metrics = metrics
         self._make_source = make_source
         self._new_suffix = new_suffix
         self._limit = limit
         self._live: dict[int, Job] = {}
+        self._idle = asyncio.Event()
+        self.draining = False
+        """A new job is answered with `abort` and no text (§3.9)."""
 
     def __len__(self) -> int:
         return len(self._live)
@@ -79,28 +87,41 @@ class Jobs:
         """Submit everything or nothing."""
         if len(self._live) >= self._limit:
             return Refusal("open_answers", f"The server already has {self._limit} open answers.")
+        if self.draining:
+            for choice in choices:
+                answer.on_output(choice, TokenOutput(generation.response_id, (), FinishReason.ABORT))
+            return Job(generation.response_id, ())
         requests = list(self._requests(generation, arrival_ns))
         listeners = [
-            ChoiceListener(
-                request.request_id,
-                request.tags["external_id"],
-                answer,
-                choice,
-                self._driver,
-                self._telemetry.request(request, generation, first_of_prompt=choice.index % generation.sampling.n == 0),
-            )
+            ChoiceListener(request, answer, choice, self._driver, self._metrics)
             for request, choice in zip(requests, choices, strict=True)
         ]
         refusal = self._driver.submit(requests, listeners)
         if refusal is not None:
-            self._telemetry.on_rejected(refusal)
+            self._metrics.on_rejected(refusal.reason)
             return refusal
+        self._metrics.on_submitted(self._driver.rank, requests)
         job = Job(generation.response_id, listeners)
         self._live[id(job)] = job
         return job
 
     def end(self, job: Job) -> None:
         self._live.pop(id(job), None)
+        if not self._live:
+            self._idle.set()
+
+    async def idle(self) -> None:
+        """Wait until no job is at work."""
+        while self._live:
+            self._idle.clear()
+            await self._idle.wait()
+
+    def fail_all(self, error: WireError) -> None:
+        """End every answer with `error`."""
+        for job in list(self._live.values()):
+            self.drop(job.request_ids)
+            for listener in job.listeners:
+                listener.fail(error)
 
     def abort_by_id(self, external_ids: Iterable[str]) -> None:
         """An operator's abort: matching streams get a last piece with `abort`. Unknown ids are ignored."""
@@ -114,8 +135,13 @@ class Jobs:
         self._finish_aborted(hit)
         return len(hit)
 
+    def drop(self, request_ids: Sequence[str]) -> None:
+        """End these engine requests without a word to anybody."""
+        self._metrics.on_dropped(request_ids)
+        self._driver.abort(request_ids)
+
     def _finish_aborted(self, listeners: Sequence[ChoiceListener]) -> None:
-        self._driver.abort([listener.request_id for listener in listeners])
+        self.drop([listener.request_id for listener in listeners])
         for listener in listeners:
             listener.finish_aborted()
 

@@ -1,0 +1,52 @@
+"""`windtunnel serve`: the flags are the table in `serve.flags`, not typer options."""
+
+import os
+
+import typer
+
+from windtunnel.cli.exits import USAGE
+
+_ANY_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+
+def register(app: typer.Typer) -> None:
+    app.command("serve", context_settings=_ANY_FLAGS, help="Run a simulated vLLM or SGLang server.")(serve)
+
+
+def serve(context: typer.Context) -> None:
+    from windtunnel.serve.config import UsageError
+    from windtunnel.serve.flags import parse_args
+
+    if {"--help", "-h"} & set(context.args):
+        typer.echo(help_text())
+        return
+    try:
+        parsed = parse_args([*_environment_flags(), *context.args] if "--model" in context.args else [*context.args, *_environment_flags()])
+    except UsageError as error:
+        typer.echo(f"windtunnel serve: {error}", err=True)
+        raise typer.Exit(USAGE) from None
+    for warning in parsed.warnings:
+        typer.echo(f"warning: {warning}", err=True)
+    from windtunnel.serve.server import run
+
+    run(parsed.config)
+
+
+def _environment_flags() -> list[str]:
+    """The environment variables of the real server that have a flag here."""
+    flags = []
+    if os.environ.get("VLLM_SERVER_DEV_MODE") == "1":
+        flags.append("--dev-mode")
+    if os.environ.get("VLLM_API_KEY"):
+        flags += ["--api-key", os.environ["VLLM_API_KEY"]]
+    return flags
+
+
+def help_text() -> str:
+    from windtunnel.serve.flags import FLAGS
+
+    lines = ["usage: windtunnel serve [MODEL] [--flag value]…", "", "Flags (* can be changed at run time through POST /admin/config):"]
+    for flag in FLAGS:
+        names = ", ".join(f"--{name}" for name in (flag.name, *flag.aliases))
+        lines.append(f"  {names}{' *' if flag.live else ''}\n      {flag.help}")
+    return "\n".join(lines)

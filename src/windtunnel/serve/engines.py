@@ -1,0 +1,58 @@
+"""From the server's settings to an engine, its pacing and its metrics."""
+
+import time
+
+from windtunnel.core.pacing import Draws, Duration, Pacing, RequestPacing, StepPacing
+from windtunnel.core.tokenizer import Tokenizer
+from windtunnel.core.vllm.config import VllmEngineConfig
+from windtunnel.serve.config import PacingConfig, ServeConfig
+from windtunnel.wire.vllm.metrics import VllmMetrics, cache_config_labels
+
+
+def engine_config(config: ServeConfig, tokenizer: Tokenizer) -> VllmEngineConfig:
+    settings = config.scheduler
+    return VllmEngineConfig(
+        num_blocks=settings.num_gpu_blocks,
+        block_size=settings.block_size,
+        max_model_len=settings.max_model_len,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_num_seqs=settings.max_num_seqs,
+        policy=settings.scheduling_policy,
+        watermark=settings.watermark,
+        reserve_full_isl=settings.reserve_full_isl,
+        long_prefill_token_threshold=settings.long_prefill_token_threshold,
+        enable_prefix_caching=settings.enable_prefix_caching,
+        prefix_caching_hash_algo=settings.prefix_caching_hash_algo,
+        max_num_queued_reqs=settings.max_num_queued_reqs,
+        max_num_queued_tokens=settings.max_num_queued_tokens,
+        max_loras=settings.max_loras if config.lora_modules else 0,
+        async_scheduling=settings.async_scheduling,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+
+
+def make_pacing(config: PacingConfig, draws: Draws) -> Pacing:
+    if config.model == "step":
+        return StepPacing(
+            base_ns=round(config.step_base_ns / config.time_scale),
+            prefill_token_ns=round(config.step_prefill_token_ns / config.time_scale),
+            decode_seq_ns=round(config.step_decode_seq_ns / config.time_scale),
+        )
+    return RequestPacing(
+        draws=draws,
+        ttft=Duration(config.ttft_ns, config.ttft_std_ns, config.distribution),
+        itl=Duration(config.itl_ns, config.itl_std_ns, config.distribution),
+        prefill_token_ns=config.prefill_token_ns,
+        time_scale=1 / config.time_scale,
+    )
+
+
+def make_metrics(config: ServeConfig, engine: VllmEngineConfig) -> VllmMetrics:
+    labels = cache_config_labels(
+        block_size=engine.block_size,
+        num_gpu_blocks=engine.num_blocks,
+        max_model_len=engine.max_model_len,
+        enable_prefix_caching=engine.enable_prefix_caching,
+        prefix_caching_hash_algo=engine.prefix_caching_hash_algo,
+    )
+    return VllmMetrics(config.names[0], [0], engine.max_model_len, labels, time.time, engine.max_loras or None)

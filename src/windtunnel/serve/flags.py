@@ -1,0 +1,315 @@
+"""Every setting of `windtunnel serve`, as one table: command line, `/admin/config` and the docs read it.
+
+Names and defaults are vLLM's where vLLM has the setting. The names of llm-d-inference-sim are accepted as aliases.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from typing import Any
+
+from windtunnel.core.units import parse_duration_ns
+from windtunnel.serve.config import ServeConfig, UsageError
+from windtunnel.serve.foreign_flags import FOREIGN_FLAGS
+
+Parse = Callable[[Any], Any]
+
+
+def _duration(value: Any) -> int:
+    return parse_duration_ns(value)
+
+
+def _integer(low: int, high: int = 1 << 62) -> Parse:
+    def parse(value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int | str):
+            raise ValueError(f"{value!r} is not a whole number")
+        number = int(value)
+        if not low <= number <= high:
+            raise ValueError(f"{number} is out of range: it must be at least {low}" + (f" and at most {high}" if high < 1 << 62 else ""))
+        return number
+
+    return parse
+
+
+def _optional(parse: Parse) -> Parse:
+    return lambda value: None if value in (None, "none", "None", "null") else parse(value)
+
+
+def _number(low: float, high: float) -> Parse:
+    def parse(value: Any) -> float:
+        if isinstance(value, bool):
+            raise ValueError(f"{value!r} is not a number")
+        number = float(value)
+        if not low <= number <= high:
+            raise ValueError(f"{number} is out of range: it must be between {low} and {high}")
+        return number
+
+    return parse
+
+
+def _boolean(value: Any) -> bool:
+    words = {"true": True, "false": False, "1": True, "0": False, "yes": True, "no": False}
+    if isinstance(value, bool):
+        return value
+    if str(value).lower() in words:
+        return words[str(value).lower()]
+    raise ValueError(f"{value!r} is neither true nor false")
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"{value!r} is not a non-empty text")
+    return value
+
+
+def _choice(*allowed: str) -> Parse:
+    def parse(value: Any) -> str:
+        if value not in allowed:
+            raise ValueError(f"{value!r} is not one of {', '.join(allowed)}")
+        return str(value)
+
+    return parse
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    return tuple(_text(item) for item in (value if isinstance(value, list | tuple) else [value]))
+
+
+def _json_texts(value: Any) -> tuple[str, ...]:
+    """vLLM writes such lists as JSON on the command line."""
+    if isinstance(value, list | tuple):
+        value = value[0] if len(value) == 1 else list(value)
+    items = json.loads(value) if isinstance(value, str) and value.startswith("[") else value
+    return tuple(items) if isinstance(items, list | tuple) else (str(items),)
+
+
+def _range(value: Any) -> tuple[int, int]:
+    if isinstance(value, str):
+        value = value.split(":")
+    low, high = (int(part) for part in value)
+    if not 1 <= low <= high:
+        raise ValueError(f"{low}:{high} is not a range: write LOW:HIGH with 1 <= LOW <= HIGH")
+    return low, high
+
+
+def _lora_modules(value: Any) -> tuple[tuple[str, str], ...]:
+    return tuple(_lora_module(item) for item in (value if isinstance(value, list | tuple) else [value]))
+
+
+def _lora_module(item: str) -> tuple[str, str]:
+    if item.lstrip().startswith("{"):
+        fields = json.loads(item)
+        return str(fields["name"]), str(fields["path"])
+    name, separator, path = item.partition("=")
+    if not separator or not name or not path:
+        raise ValueError(f"{item!r} is not NAME=PATH")
+    return name, path
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One setting. `target` is the dotted place in ServeConfig; `live` ones can be changed while the server runs."""
+
+    name: str
+    target: str
+    parse: Parse
+    help: str
+    live: bool = False
+    many: bool = False
+    switch: bool = False
+    """A flag without a value, with a `--no-` twin."""
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> str:
+        """The name in `/admin/config`."""
+        return self.name.replace("-", "_")
+
+
+_POSITIVE = _integer(1)
+_COUNT = _integer(0)
+
+FLAGS: tuple[Flag, ...] = (
+    Flag("model", "model", _text, "model name; any name works"),
+    Flag("engine", "engine", _choice("vllm", "sglang"), "which server to simulate"),
+    Flag("host", "host", _text, "address to listen on"),
+    Flag("port", "port", _integer(0, 65535), "TCP port; 0 picks a free one"),
+    Flag("served-model-name", "served_model_names", _texts, "public model names; the first is used in answers", many=True),
+    Flag("tokenizer", "tokenizer", _optional(_text), "folder with tokenizer.json; without it the built-in tokenizer"),
+    Flag("lora-modules", "lora_modules", _lora_modules, "adapters as NAME=PATH", many=True),
+    Flag("seed", "seed", _COUNT, "seed of everything random"),
+    Flag("vllm-version", "vllm_version", _text, "which vLLM release to imitate (0.32.0 or 0.33.0)"),
+    Flag("api-key", "api_keys", _texts, "keys that protect /v1, /v2, /inference", many=True),
+    Flag("allowed-origins", "allowed_origins", _json_texts, "CORS origins, as a JSON list", many=True),
+    Flag("dev-mode", "dev_mode", _boolean, "serve vLLM's developer routes (also VLLM_SERVER_DEV_MODE=1)", switch=True),
+    Flag("enable-server-load-tracking", "enable_server_load_tracking", _boolean, "count requests in /load", switch=True),
+    Flag("enable-prompt-tokens-details", "enable_prompt_tokens_details", _boolean, "cached tokens in usage", switch=True),
+    Flag("enable-force-include-usage", "enable_force_include_usage", _boolean, "usage in every stream", switch=True),
+    Flag("enable-auto-tool-choice", "enable_auto_tool_choice", _boolean, "allow tool_choice auto", switch=True),
+    Flag("tool-call-parser", "tool_call_parser", _optional(_text), "tool call format, such as hermes"),
+    Flag("reasoning-parser", "reasoning_parser", _optional(_text), "reasoning format, such as qwen3"),
+    Flag("enable-request-id-headers", "enable_request_id_headers", _boolean, "X-Request-Id in answers", switch=True),
+    Flag("enable-log-requests", "enable_log_requests", _boolean, "log requests and aborts", switch=True),
+    Flag("return-tokens-as-token-ids", "return_tokens_as_token_ids", _boolean, "spell logprob tokens token_id:N", switch=True),
+    Flag("trust-request-chat-template", "trust_request_chat_template", _boolean, "allow chat_template in requests", switch=True),
+    Flag("max-logprobs", "max_logprobs", _integer(-1), "most alternatives per token"),
+    Flag("stream-interval", "stream_interval", _POSITIVE, "tokens per stream chunk"),
+    Flag("sse-keep-alive-interval", "sse_keep_alive_interval_ns", _duration, "comment frames on silent streams", live=True),
+    Flag("shutdown-timeout", "shutdown_timeout_ns", _duration, "how long SIGTERM waits for requests at work"),
+    Flag("timeout-keep-alive", "timeout_keep_alive_ns", _duration, "when idle connections are closed"),
+    Flag("disable-access-log", "disable_access_log", _boolean, "no access log", switch=True, aliases=("disable-uvicorn-access-log",)),
+    Flag("ssl-certfile", "ssl_certfile", _optional(_text), "TLS certificate"),
+    Flag("ssl-keyfile", "ssl_keyfile", _optional(_text), "TLS key"),
+    Flag("fault", "faults", _texts, "plant a defect (see `windtunnel faults`)", many=True),
+    Flag("pacing", "pacing.model", _choice("request", "step"), "per-request model or step model", live=True),
+    Flag("ttft", "pacing.ttft_ns", _duration, "time to first token", live=True, aliases=("time-to-first-token",)),
+    Flag("ttft-std", "pacing.ttft_std_ns", _duration, "its spread", live=True, aliases=("time-to-first-token-std-dev",)),
+    Flag("itl", "pacing.itl_ns", _duration, "inter-token latency", live=True, aliases=("inter-token-latency",)),
+    Flag("itl-std", "pacing.itl_std_ns", _duration, "its spread", live=True, aliases=("inter-token-latency-std-dev",)),
+    Flag(
+        "prefill-token-time", "pacing.prefill_token_ns", _duration, "per uncached prompt token", live=True, aliases=("prefill-time-per-token",)
+    ),
+    Flag("latency-distribution", "pacing.distribution", _choice("normal", "lognormal", "uniform"), "shape of the spread", live=True),
+    Flag("step-base", "pacing.step_base_ns", _duration, "step model: cost of a step", live=True),
+    Flag("step-prefill-token", "pacing.step_prefill_token_ns", _duration, "step model: per prefill token", live=True),
+    Flag("step-decode-seq", "pacing.step_decode_seq_ns", _duration, "step model: per running sequence", live=True),
+    Flag("time-scale", "pacing.time_scale", _number(0.001, 1000), "divide every simulated duration by this", live=True),
+    Flag("mode", "generation.mode", _choice("oracle", "echo", "sentence"), "what is generated", live=True),
+    Flag("natural-length", "generation.natural_length", _range, "where answers stop by themselves, as LOW:HIGH tokens", live=True),
+    Flag("responses", "generation.responses_file", _optional(_text), "JSONL file of recorded answers"),
+    Flag("max-model-len", "scheduler.max_model_len", _POSITIVE, "context window in tokens"),
+    Flag("max-num-seqs", "scheduler.max_num_seqs", _POSITIVE, "most sequences in a step", live=True),
+    Flag("max-num-batched-tokens", "scheduler.max_num_batched_tokens", _POSITIVE, "token budget of a step", live=True),
+    Flag("block-size", "scheduler.block_size", _POSITIVE, "tokens in a KV block"),
+    Flag("num-gpu-blocks-override", "scheduler.num_gpu_blocks", _integer(2), "KV blocks", aliases=("kv-cache-size",)),
+    Flag("enable-prefix-caching", "scheduler.enable_prefix_caching", _boolean, "reuse KV of equal prefixes", switch=True),
+    Flag("scheduling-policy", "scheduler.scheduling_policy", _choice("fcfs", "priority"), "order of the waiting queue"),
+    Flag("watermark", "scheduler.watermark", _number(0, 1), "share of blocks kept free at admission"),
+    Flag("scheduler-reserve-full-isl", "scheduler.reserve_full_isl", _boolean, "admit only prompts that fit whole", switch=True),
+    Flag("long-prefill-token-threshold", "scheduler.long_prefill_token_threshold", _COUNT, "longest prefill chunk; 0 is off"),
+    Flag(
+        "max-num-queued-reqs", "scheduler.max_num_queued_reqs", _optional(_COUNT), "waiting limit (503)", live=True,
+        aliases=("max-waiting-queue-length",),
+    ),
+    Flag("max-num-queued-tokens", "scheduler.max_num_queued_tokens", _optional(_COUNT), "waiting limit in tokens (503)", live=True),
+    Flag("max-loras", "scheduler.max_loras", _POSITIVE, "adapters in one step"),
+    Flag("async-scheduling", "scheduler.async_scheduling", _boolean, "schedule one step ahead", switch=True),
+    Flag(
+        "prefix-caching-hash-algo", "scheduler.prefix_caching_hash_algo", _choice("sha256", "sha256_cbor", "xxhash", "xxhash_cbor"),
+        "block hash",
+    ),
+    Flag("max-body-bytes", "limits.body_bytes", _POSITIVE, "largest request body (413)"),
+    Flag("body-timeout", "limits.body_timeout_ns", _duration, "longest time for a body to arrive (408)"),
+    Flag("max-head-bytes", "limits.head_bytes", _integer(1024), "largest request head (431)"),
+    Flag("head-timeout", "limits.head_timeout_ns", _duration, "longest time for a head to arrive (408)"),
+    Flag("write-buffer-bytes", "limits.write_buffer_bytes", _integer(4096), "unsent bytes after which a stream is held back"),
+    Flag("write-deadline", "limits.write_deadline_ns", _duration, "how long a held-back stream may stay so before it is cut"),
+    Flag("max-open-answers", "limits.open_answers", _POSITIVE, "most requests at work at once"),
+)
+
+_BY_NAME = {name: flag for flag in FLAGS for name in (flag.name, *flag.aliases)}
+LIVE = {flag.key: flag for flag in FLAGS if flag.live}
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedFlags:
+    config: ServeConfig
+    warnings: tuple[str, ...]
+
+
+def parse_args(args: Sequence[str]) -> ParsedFlags:
+    """Command-line arguments to a configuration. Raises UsageError that names the flag."""
+    values: dict[str, Any] = {}
+    warnings: list[str] = []
+    for name, given in _split(args):
+        flag, value = _lookup(name, given)
+        if flag is None:
+            warnings.append(f"--{name} is a flag of the real server that means nothing here: ignored")
+        else:
+            values[flag.target] = _parse(flag, f"--{name}", value)
+    if "model" not in values:
+        raise UsageError("--model is missing: windtunnel serve --model NAME")
+    return ParsedFlags(check(apply_values(ServeConfig(model=values["model"]), values)), tuple(warnings))
+
+
+def live_changes(config: ServeConfig, changes: Mapping[str, Any]) -> ServeConfig:
+    """The configuration after a POST to `/admin/config`: all changes or, with UsageError, none."""
+    values = {}
+    for key, value in changes.items():
+        flag = LIVE.get(key)
+        if flag is None:
+            raise UsageError(f"{key}: not a setting that can be changed while the server runs; those are {', '.join(sorted(LIVE))}")
+        values[flag.target] = _parse(flag, key, value)
+    return check(apply_values(config, values))
+
+
+def check(config: ServeConfig) -> ServeConfig:
+    """What no single flag can see."""
+    scheduler = config.scheduler
+    if scheduler.num_gpu_blocks - 1 < -(-scheduler.max_model_len // scheduler.block_size):
+        raise UsageError(
+            f"--num-gpu-blocks-override {scheduler.num_gpu_blocks} is too small: one request of --max-model-len "
+            f"{scheduler.max_model_len} needs {-(-scheduler.max_model_len // scheduler.block_size) + 1} blocks of {scheduler.block_size} tokens"
+        )
+    if bool(config.ssl_certfile) != bool(config.ssl_keyfile):
+        raise UsageError("--ssl-certfile and --ssl-keyfile go together")
+    return config
+
+
+def apply_values(config: ServeConfig, values: Mapping[str, Any]) -> ServeConfig:
+    """`config` with dotted targets replaced."""
+    sections: dict[str, dict[str, Any]] = {}
+    for target, value in values.items():
+        section, _, name = target.rpartition(".")
+        sections.setdefault(section, {})[name] = value
+    top = sections.pop("", {})
+    nested = {section: replace(getattr(config, section), **changes) for section, changes in sections.items()}
+    return replace(config, **top, **nested)
+
+
+def _split(args: Sequence[str]) -> Iterable[tuple[str, list[str]]]:
+    """(flag name, its values). A leading bare word is the model, as in `vllm serve MODEL`."""
+    rest = list(args)
+    if rest and not rest[0].startswith("--"):
+        yield "model", [rest.pop(0)]
+    while rest:
+        head = rest.pop(0)
+        if not head.startswith("--"):
+            raise UsageError(f"{head!r} stands alone: a value must follow a flag")
+        name, has_value, value = head[2:].partition("=")
+        values = [value] if has_value else []
+        while not has_value and rest and not rest[0].startswith("--"):
+            values.append(rest.pop(0))
+        yield name.replace("_", "-"), values
+
+
+def _lookup(name: str, given: list[str]) -> tuple[Flag | None, Any]:
+    flag = _BY_NAME.get(name)
+    if flag is None and name.startswith("no-") and name[3:] in _BY_NAME and _BY_NAME[name[3:]].switch:
+        return _BY_NAME[name[3:]], False
+    if flag is None:
+        if name in FOREIGN_FLAGS or name.removeprefix("no-") in FOREIGN_FLAGS:
+            return None, None
+        near = get_close_matches(name, [*_BY_NAME, *FOREIGN_FLAGS], n=1)
+        raise UsageError(f"--{name} is not a flag" + (f"; did you mean --{near[0]}?" if near else ""))
+    return flag, _value(flag, name, given)
+
+
+def _value(flag: Flag, name: str, given: list[str]) -> Any:
+    if flag.switch and not given:
+        return True
+    if not given:
+        raise UsageError(f"--{name} needs a value: {flag.help}")
+    if flag.many:
+        return given
+    if len(given) > 1:
+        raise UsageError(f"--{name} takes one value, not {len(given)}: {' '.join(given)}")
+    return given[0]
+
+
+def _parse(flag: Flag, name: str, value: Any) -> Any:
+    try:
+        return flag.parse(value)
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{name}: {error}") from None

@@ -1,0 +1,80 @@
+"""Pure ASGI middleware, in the order of vLLM's own stack. Nothing here sees the frames of a stream."""
+
+import hmac
+import time
+import uuid
+from collections.abc import MutableMapping, Sequence
+from typing import Any
+
+from windtunnel.serve.asgi import Endpoint, Receive, Scope, Send, headers_of, send_bytes
+from windtunnel.serve.telemetry import Metrics
+from windtunnel.wire.http import error_body, unauthorized
+
+_GUARDED = ("/v1", "/v2", "/inference", "/cohere")
+
+
+class ApiKeys:
+    """401 on the guarded paths without one of the keys (vLLM reference §1.6). No keys: everything is open."""
+
+    def __init__(self, app: Endpoint, keys: Sequence[str]) -> None:
+        self._app = app
+        self._keys = [f"Bearer {key}".encode() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._keys and scope["type"] == "http" and scope["method"] != "OPTIONS" and scope["path"].startswith(_GUARDED):
+            given = headers_of(scope).get("authorization", "").encode("latin-1")
+            if not any(hmac.compare_digest(given, key) for key in self._keys):
+                error = unauthorized()
+                await send_bytes(send, error.status, error_body(error))
+                return
+        await self._app(scope, receive, send)
+
+
+class RequestIds:
+    """`--enable-request-id-headers`: echo or invent X-Request-Id."""
+
+    def __init__(self, app: Endpoint, enabled: bool) -> None:
+        self._app = app
+        self._enabled = enabled
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if not self._enabled or scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = headers_of(scope).get("x-request-id") or uuid.uuid4().hex
+
+        async def send_with_id(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message["headers"], (b"x-request-id", request_id.encode("latin-1"))]}
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+class HttpMetrics:
+    """The `http_*` families (§4.5). A client that left counts as 2xx; unknown paths count under handler "none"."""
+
+    def __init__(self, app: Endpoint, metrics: Metrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started_s = time.perf_counter()
+        status, size = 200, 0
+
+        async def watched_send(message: MutableMapping[str, Any]) -> None:
+            nonlocal status, size
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                size = int(dict(message["headers"]).get(b"content-length", 0))
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched_send)
+        finally:
+            request_bytes = int(headers_of(scope).get("content-length", "0") or 0)
+            handler = scope.get("windtunnel.handler", "none")
+            self._metrics.on_http(handler, scope["method"], status, time.perf_counter() - started_s, request_bytes, size)

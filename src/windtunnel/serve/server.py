@@ -1,0 +1,116 @@
+"""The process: event loop, listening socket, signals, and what clients see when it stops."""
+
+import asyncio
+import contextlib
+import gc
+import json
+import logging
+import os
+import signal
+from collections.abc import Generator
+from types import FrameType
+
+import uvicorn
+
+from windtunnel.serve.app import build
+from windtunnel.serve.config import ServeConfig
+from windtunnel.serve.http11 import HttpLimits, protocol_class
+from windtunnel.serve.state import Server
+from windtunnel.wire.family import WireError
+
+log = logging.getLogger("windtunnel.serve")
+
+_LAST_WRITES_S = 5
+"""After the drain: how long connections have to take their last bytes."""
+_GC_THRESHOLDS = (50_000, 25, 25)
+
+
+class SimulatorProcess(uvicorn.Server):
+    """uvicorn's server, with vLLM's two ways of stopping (§3.9) in front of its own.
+
+    Without `--shutdown-timeout` requests at work end with an error (500, or an error frame). With it they run to their end,
+    the socket stays open meanwhile, and new requests get an empty answer with `finish_reason: "abort"`. A second signal stops at once.
+    """
+
+    def __init__(self, config: uvicorn.Config, simulator: Server) -> None:
+        super().__init__(config)
+        self._simulator = simulator
+        self._stopping: asyncio.Task[None] | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._simulator.loop.call_soon_threadsafe(self._stop)
+
+    def _stop(self) -> None:
+        if self._stopping is not None:
+            self.should_exit = self.force_exit = True
+        else:
+            self._stopping = self._simulator.loop.create_task(self._drain_and_exit())
+
+    async def _drain_and_exit(self) -> None:
+        jobs = self._simulator.jobs
+        timeout_ns = self._simulator.config.shutdown_timeout_ns
+        log.info("stopping: %d requests at work", len(jobs))
+        if timeout_ns:
+            jobs.draining = True
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(jobs.idle(), timeout_ns / 1e9)
+        jobs.fail_all(WireError("EngineCore encountered an issue. See stack trace for the root cause.", 500, "InternalServerError"))
+        self.should_exit = True
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Unlike uvicorn's, does not raise the signal again: a server that was asked to stop, and did, exits with 0."""
+        handled = (signal.SIGINT, signal.SIGTERM)
+        before = {sig: signal.signal(sig, self.handle_exit) for sig in handled}
+        try:
+            yield
+        finally:
+            for sig, handler in before.items():
+                signal.signal(sig, handler)
+
+
+def run(config: ServeConfig) -> None:
+    """Serve until a signal. Blocks."""
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(name)s: %(message)s")
+    with asyncio.Runner(loop_factory=_new_loop) as runner:
+        runner.run(serve(config))
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
+
+
+async def serve(config: ServeConfig) -> None:
+    server = Server(config, asyncio.get_running_loop())
+    process = SimulatorProcess(uvicorn_config(config, server), server)
+    log.info("windtunnel %s: %s", os.getpid(), json.dumps(server.effective_config()))
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*_GC_THRESHOLDS)
+    try:
+        await process.serve()
+    finally:
+        server.close()
+
+
+def uvicorn_config(config: ServeConfig, server: Server) -> uvicorn.Config:
+    limits = config.limits
+    http = HttpLimits(limits.head_bytes, limits.head_timeout_ns / 1e9, write_buffer_bytes=limits.write_buffer_bytes)
+    return uvicorn.Config(
+        build(server),
+        host=config.host,
+        port=config.port,
+        http=protocol_class(http),
+        ws="none",
+        lifespan="off",
+        proxy_headers=False,
+        access_log=not config.disable_access_log,
+        timeout_keep_alive=max(1, round(config.timeout_keep_alive_ns / 1e9)),
+        timeout_graceful_shutdown=_LAST_WRITES_S,
+        ssl_certfile=config.ssl_certfile,
+        ssl_keyfile=config.ssl_keyfile,
+    )

@@ -1,0 +1,55 @@
+"""What each sequence "generates": the server's generation mode, unless the request fixes the answer."""
+
+from collections.abc import Callable
+
+from windtunnel.core import oracle
+from windtunnel.core.request import TokenSource
+from windtunnel.core.sources import EchoSource, OracleSource, SequenceSource
+from windtunnel.core.tokenizer import Tokenizer
+from windtunnel.serve.config import GenerationConfig
+from windtunnel.wire.family import Generation, PromptPlan
+
+SENTENCES = (
+    "The simulator answers at once and without a model.",
+    "Every token of this sentence was chosen long before you asked.",
+    "A client that leaves is noticed, and its blocks are free within a step.",
+    "Nothing here was computed on a GPU, and nothing needed to be.",
+    "Queues grow, caches fill, and the gauges tell the truth about both.",
+    "If this stream ends early, somebody between us closed it.",
+)
+
+RecordedAnswer = Callable[[Generation, int, int], TokenSource | None]
+
+
+class SourceMaker:
+    """Makes the token source of one sequence. Pure in (request, prompt index, choice index)."""
+
+    def __init__(self, config: GenerationConfig, tokenizer: Tokenizer, recorded: RecordedAnswer | None = None) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._recorded = recorded
+        self._sentences = [tuple(tokenizer.encode(" " + text, add_special_tokens=False)) for text in SENTENCES]
+
+    def __call__(self, generation: Generation, prompt_index: int, child: int) -> TokenSource:
+        source = self._recorded and self._recorded(generation, prompt_index, child)
+        if source:
+            return source
+        if generation.answer_text is not None:
+            tokens = self._tokenizer.encode(generation.answer_text, add_special_tokens=False)
+            return SequenceSource(tuple(tokens))
+        prompt = generation.prompts[prompt_index]
+        if self._config.mode == "echo":
+            return self._ending(generation, EchoSource(prompt.token_ids), tuple(prompt.token_ids))
+        identity = oracle.child_identity(self.identity(prompt), child)
+        if self._config.mode == "sentence":
+            return self._ending(generation, None, self._sentences[identity % len(self._sentences)])
+        length = None if generation.sampling.ignore_eos else oracle.natural_length(identity, *self._config.natural_length)
+        if length is not None:
+            length = max(length, generation.sampling.min_tokens)
+        return OracleSource(identity, self._tokenizer.oracle_token_ids, length)
+
+    def identity(self, prompt: PromptPlan) -> int:
+        """The prompt's identity: its marker, in text or in token ids, or else a hash of its tokens."""
+        text = prompt.text if prompt.text is not None else self._tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
+        marked = oracle.identity_of_marker(text)
+        return oracle.identity_of_tokens(prompt.token_ids) if marked is None else marked

@@ -1,0 +1,124 @@
+"""What all routes of one server share: settings, engine, jobs, metrics."""
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from windtunnel.core.history import RequestHistory
+from windtunnel.core.outputs import StepOutput
+from windtunnel.core.request import Lora
+from windtunnel.core.tokenizer import BuiltinTokenizer, Tokenizer
+from windtunnel.core.vllm.engine import VllmEngine
+from windtunnel.serve import asgi
+from windtunnel.serve.config import ServeConfig, as_json
+from windtunnel.serve.driver import EngineDriver
+from windtunnel.serve.engines import engine_config, make_metrics, make_pacing
+from windtunnel.serve.flags import live_changes
+from windtunnel.serve.jobs import Jobs
+from windtunnel.serve.keepalive import keep_alive
+from windtunnel.serve.seams import Seams, load
+from windtunnel.serve.sources import SourceMaker
+from windtunnel.serve.streams import StreamedAnswer
+from windtunnel.wire.env import ServerEnv
+from windtunnel.wire.family import WireError
+from windtunnel.wire.http import body_too_large
+
+log = logging.getLogger("windtunnel.serve")
+
+
+class Server:
+    """One simulated server. Everything mutable in it belongs to the event loop's thread."""
+
+    def __init__(self, config: ServeConfig, loop: asyncio.AbstractEventLoop) -> None:
+        self.config = config
+        self.loop = loop
+        self.load = 0
+        self.seams: Seams = load(config.faults)
+        self._chance = random.Random(config.seed)
+        self._ids = random.Random()
+        self.tokenizer = load_tokenizer(config)
+        self.env = make_env(config, self.tokenizer, self.new_id)
+        self.engine = VllmEngine(engine_config(config, self.tokenizer), make_pacing(config.pacing, self._chance))
+        self.history = RequestHistory(config.limits.history)
+        self.metrics = make_metrics(config, self.engine.config)
+        self.driver = EngineDriver(self.engine, 0, loop, (self.metrics, HistoryObserver(self.history)))
+        self.sources = SourceMaker(config.generation, self.tokenizer)
+        self.jobs = Jobs(self.driver, self.metrics, self._make_source, self._suffix, config.limits.open_answers)
+
+    def new_id(self) -> str:
+        """16 hex digits. Not seeded: two servers must not give the same ids."""
+        return f"{self._ids.getrandbits(64):016x}"
+
+    async def body(self, receive: asgi.Receive) -> bytes:
+        """A bounded request body; raises WireError (413, 408) or ClientGone."""
+        limits = self.config.limits
+        try:
+            return await asgi.read_body(receive, limits.body_bytes, limits.body_timeout_ns / 1e9)
+        except asgi.BodyTooLarge:
+            raise body_too_large(limits.body_bytes) from None
+        except asgi.BodyTimeout:
+            raise WireError("The request body did not arrive in time.", 408, "RequestTimeout") from None
+
+    def keep_alive(self, answer: StreamedAnswer, frame: bytes) -> Callable[[], None]:
+        return keep_alive(self.loop, answer, self.config.sse_keep_alive_interval_ns, frame)
+
+    def reconfigure(self, changes: dict[str, Any]) -> None:
+        """All of `changes` or, with UsageError, none."""
+        config = live_changes(self.config, changes)
+        self.engine.reconfigure(engine_config(config, self.tokenizer), make_pacing(config.pacing, self._chance))
+        self.sources = SourceMaker(config.generation, self.tokenizer)
+        self.config = config
+        self.driver.wake()
+        log.info("configuration changed: %s", changes)
+
+    def effective_config(self) -> dict[str, Any]:
+        return as_json(self.config)
+
+    def close(self) -> None:
+        self.driver.close()
+
+    def _make_source(self, *args: Any) -> Any:
+        return self.sources(*args)
+
+    def _suffix(self) -> str:
+        return f"{self._ids.getrandbits(32):08x}"
+
+
+class HistoryObserver:
+    def __init__(self, history: RequestHistory) -> None:
+        self._history = history
+
+    def on_step(self, rank: int, step: StepOutput, now_ns: int) -> None:
+        if step.transitions:
+            self._history.record(step.transitions)
+
+
+def load_tokenizer(config: ServeConfig) -> Tokenizer:
+    if config.tokenizer is None:
+        return BuiltinTokenizer()
+    from windtunnel.serve.tokenizers import load_tokenizer as load_folder
+
+    return load_folder(config.tokenizer)
+
+
+def make_env(config: ServeConfig, tokenizer: Tokenizer, new_id: Callable[[], str]) -> ServerEnv:
+    loras = {name: Lora(name, path, number) for number, (name, path) in enumerate(config.lora_modules, start=1)}
+    env = ServerEnv(
+        served_models=config.names,
+        tokenizer=tokenizer,
+        max_model_len=config.scheduler.max_model_len,
+        new_id=new_id,
+        now_s=lambda: int(time.time()),
+        root=config.model,
+        loras=loras,
+        version=config.vllm_version,
+    )
+    same_name = (
+        "stream_interval", "max_logprobs", "enable_auto_tool_choice", "tool_call_parser", "reasoning_parser",
+        "enable_prompt_tokens_details", "enable_force_include_usage", "return_tokens_as_token_ids", "trust_request_chat_template",
+    )
+    return replace(env, max_body_bytes=config.limits.body_bytes, **{name: getattr(config, name) for name in same_name})
