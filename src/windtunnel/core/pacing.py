@@ -135,7 +135,9 @@ class RequestPacing:
         if self.load_factor < 1:
             raise ValueError(f"load_factor is {self.load_factor}: must be at least 1")
         if self.time_scale < 0 or self.prefill_token_ns < 0:
-            raise ValueError(f"time_scale is {self.time_scale} and prefill_token_ns {self.prefill_token_ns}: must be at least 0")
+            raise ValueError(
+                f"time_scale is {self.time_scale} and prefill_token_ns {self.prefill_token_ns}: must be at least 0"
+            )
 
     def step_ns(self, plan: StepPlan) -> int:
         return 0

@@ -10,7 +10,7 @@ _UNITS_NS = {"ns": 1, "us": US, "µs": US, "ms": MS, "s": S, "m": 60 * S, "h": 3
 _PART = re.compile(r"(\d+(?:\.\d+)?|\.\d+)(ns|us|µs|ms|s|m|h)")
 
 
-def parse_duration_ns(text: str | float) -> int:
+def parse_duration_ns(text: str | int | float) -> int:
     """Nanoseconds of a duration such as `250ms`, `1.5s`, `1m30s` or `0`.
 
     A bare number other than zero is refused: nobody knows whether 20 means seconds or milliseconds.

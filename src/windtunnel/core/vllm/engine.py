@@ -224,16 +224,15 @@ class VllmEngine:
 
     # Operator
 
-    def reconfigure(self, now_ns: int, *, config: VllmEngineConfig | None = None, pacing: Pacing | None = None) -> None:
-        """Change limits and pace at once, from the next step on. Raises ValueError if `config` differs in a fixed field."""
-        config = config or self.config
+    def reconfigure(self, config: VllmEngineConfig, pacing: Pacing | None = None, *, now_ns: int = 0) -> None:
+        """Change limits and pace together, from the next step on. Raises ValueError if `config` differs in a fixed field."""
         changed = [name for name in config.__slots__ if getattr(config, name) != getattr(self.config, name)]
         fixed = [name for name in changed if name not in LIVE_FIELDS]
         if fixed:
             raise ValueError(f"{', '.join(fixed)} cannot change while the engine runs; {', '.join(sorted(LIVE_FIELDS))} can")
         self._wake(now_ns)
         self.config = config
-        self._scheduler.reconfigure(config, pacing or self._scheduler.pacing, now_ns)
+        self._scheduler.reconfigure(config, pacing or self._scheduler.pacing, self._clock_ns)
 
     def pause(self, mode: PauseMode, now_ns: int) -> int:
         """`abort`: end all with notice, refuse new ones. `wait`: let them end, refuse new ones. `keep`: freeze, accept.
@@ -310,7 +309,9 @@ class VllmEngine:
 
     def check_integrity(self) -> None:
         scheduler = self._scheduler
-        assert len(self._live) == len(scheduler.running) + len(scheduler.waiting) + len(scheduler.deferred), "a sequence is lost"
+        assert len(self._live) == len(scheduler.running) + len(scheduler.waiting) + len(scheduler.deferred), (
+            "a sequence is lost"
+        )
         scheduler.pool.check_integrity((seq.request_id, seq.blocks) for seq in self._live.values())
         assert all(not seq.state.terminal for seq in self._live.values()), "an ended sequence is live"
         assert all(not seq.blocks for seq in self._live.values() if seq.run_order < 0), "a sequence outside holds blocks"
