@@ -27,7 +27,10 @@ class RequestHistory:
     def recent(self, count: int) -> list[dict[str, Any]]:
         """The newest ended requests first, as plain values. Times in nanoseconds on the engine's clock."""
         newest = list(self._ended)[: -count - 1 : -1]
-        return [{"request_id": rows[0].request_id, "state": rows[-1].after.value, "log": [row(item) for item in rows]} for rows in newest]
+        return [
+            {"request_id": rows[0].request_id, "state": rows[-1].after.value, "log": [row(item) for item in rows]}
+            for rows in newest
+        ]
 
 
 def row(transition: Transition) -> dict[str, Any]:

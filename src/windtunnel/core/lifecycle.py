@@ -77,6 +77,7 @@ TABLE: Mapping[tuple[State, Event], State] = MappingProxyType(
         (_S.BOOTSTRAPPING, _E.BOOTSTRAPPED): _S.QUEUED,
         (_S.PREALLOC, _E.FETCH): _S.TRANSFERRING,
         (_S.QUEUED, _E.DEFER): _S.DEFERRED,
+        (_S.PREEMPTED, _E.DEFER): _S.DEFERRED,
         (_S.DEFERRED, _E.RESUME): _S.QUEUED,
         (_S.QUEUED, _E.FETCH): _S.TRANSFERRING,
         (_S.TRANSFERRING, _E.FETCHED): _S.QUEUED,

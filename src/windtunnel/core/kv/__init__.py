@@ -1,0 +1,1 @@
+"""KV memory: blocks, their hashes and the prefix cache."""

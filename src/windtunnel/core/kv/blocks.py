@@ -1,0 +1,219 @@
+"""The block pool, as vLLM keeps it (reference §5.4).
+
+Rules this file lives by:
+
+* Block 0 is the null block: never handed out, never counted.
+* A block is free exactly while its reference count is 0. Free blocks form one doubly linked list; allocation takes the
+  front, and only then a block loses its hash (`BlockRemoved`).
+* Freed blocks go back from the sequence's tail to its head: those without a hash to the front, hashed ones to the back.
+  So memory nobody can use again goes first, then the tail of the oldest sequence, its prefix last.
+* Several blocks may carry one hash (two sequences computed the same prompt at once). `BlockRemoved` is published when
+  the last of them goes, so that a replayed event stream equals the set of cached hashes.
+
+Every operation costs O(blocks named in the call). A cached block costs about 180 bytes: the digest, two dictionary words and
+its places in four arrays.
+"""
+
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from windtunnel.core.kv.hashing import ExtraKey
+from windtunnel.core.outputs import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
+
+NULL_BLOCK = 0
+
+
+class BlockPool:
+    """Owns all blocks of one engine. Callers hold block ids and give each back once."""
+
+    def __init__(self, num_blocks: int, block_size: int, *, collect_events: bool = False) -> None:
+        if num_blocks < 2:
+            raise ValueError(f"num_blocks is {num_blocks}: must be at least 2 (block 0 is the null block)")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.free_blocks = num_blocks - 1
+        self.version = 0
+        """Grows whenever an allocation that failed might succeed: blocks were freed, or the cache gained an entry."""
+        self._collect = collect_events
+        self._events: list[KvEvent] = []
+        self._refs = array("i", bytes(4 * num_blocks))
+        self._hash_of: list[bytes | None] = [None] * num_blocks
+        self._cached: dict[bytes, int | list[int]] = {}
+        # Entry `num_blocks` is the list's head: its next is the front, its previous the back.
+        self._next = array("i", [*range(1, num_blocks + 1), 1])
+        self._prev = array("i", [0, num_blocks, *range(1, num_blocks)])
+
+    @property
+    def usable_blocks(self) -> int:
+        return self.num_blocks - 1
+
+    @property
+    def usage(self) -> float:
+        """0…1: 1 - free / (blocks - 1); cached but free blocks count as free."""
+        return 1.0 - self.free_blocks / (self.num_blocks - 1)
+
+    @property
+    def cached_hashes(self) -> frozenset[bytes]:
+        return frozenset(self._cached)
+
+    def lookup(self, hashes: Sequence[bytes], limit: int) -> list[int]:
+        """The blocks of the longest cached prefix, at most `limit`. They are not held until `touch`."""
+        found: list[int] = []
+        cached = self._cached
+        for at in range(min(limit, len(hashes))):
+            entry = cached.get(hashes[at])
+            if entry is None:
+                break
+            found.append(entry if isinstance(entry, int) else entry[0])
+        return found
+
+    def idle_among(self, blocks: Iterable[int]) -> int:
+        """How many of these are on the free list, so that touching them takes memory."""
+        refs = self._refs
+        return sum(1 for block in blocks if not refs[block])
+
+    def touch(self, blocks: Iterable[int]) -> None:
+        """One more owner for each; a free one leaves the free list."""
+        for block in blocks:
+            if not self._refs[block]:
+                self._unlink(block)
+            self._refs[block] += 1
+
+    def allocate(self, count: int) -> list[int]:
+        """`count` blocks with one owner each. The caller has checked `free_blocks`."""
+        assert count <= self.free_blocks, f"{count} blocks asked of {self.free_blocks}"
+        return [self._take_front() for _ in range(count)]
+
+    def _take_front(self) -> int:
+        block: int = self._next[self.num_blocks]
+        self._unlink(block)
+        self._refs[block] = 1
+        if self._hash_of[block] is not None:
+            self._evict(block)
+        return block
+
+    def free(self, blocks: Sequence[int]) -> None:
+        """Drop one owner of each block of a sequence, given from head to tail."""
+        refs, hash_of = self._refs, self._hash_of
+        front = self.num_blocks
+        for block in reversed(blocks):
+            refs[block] -= 1
+            assert refs[block] >= 0 and block != NULL_BLOCK, f"block {block} freed twice"
+            if refs[block]:
+                continue
+            if hash_of[block] is None:
+                self._link_after(front, block)
+                front = block
+            else:
+                self._link_after(self._prev[self.num_blocks], block)
+        self.version += 1
+
+    def enter(self, blocks: Sequence[int], hashes: Sequence[bytes]) -> None:
+        """Enter full, computed blocks of one owner into the cache."""
+        for block, digest in zip(blocks, hashes, strict=True):
+            assert self._refs[block] and self._hash_of[block] is None, f"block {block} cannot be published"
+            self._hash_of[block] = digest
+            self._add_to_cache(digest, block)
+        self.version += 1
+
+    def stored(
+        self,
+        hashes: Sequence[bytes],
+        parent: bytes | None,
+        token_ids: tuple[int, ...],
+        lora: tuple[int, str] | None,
+        extra_keys: tuple[ExtraKey | None, ...],
+    ) -> None:
+        """Publish BlockStored: consecutive blocks of one sequence, just entered or (`kv_cache_report_mode = full`) hit."""
+        if self._collect:
+            self._events.append(BlockStored(tuple(hashes), parent, token_ids, self.block_size, lora, extra_keys))
+
+    @property
+    def collects_events(self) -> bool:
+        return self._collect
+
+    def reset(self) -> bool:
+        """Forget all hashes. Succeeds only while every block is free."""
+        if self.free_blocks != self.usable_blocks:
+            return False
+        self._hash_of = [None] * self.num_blocks
+        self._cached.clear()
+        if self._collect:
+            self._events.append(AllBlocksCleared())
+        return True
+
+    def take_events(self) -> list[KvEvent]:
+        """The events since the last call, in order."""
+        if not self._events:
+            return []
+        events, self._events = self._events, []
+        return events
+
+    def _add_to_cache(self, digest: bytes, block: int) -> None:
+        entry = self._cached.setdefault(digest, block)
+        if entry is block or entry == block:
+            return
+        if isinstance(entry, int):
+            self._cached[digest] = [entry, block]
+        else:
+            entry.append(block)
+
+    def _evict(self, block: int) -> None:
+        digest = self._hash_of[block]
+        assert digest is not None
+        self._hash_of[block] = None
+        entry = self._cached[digest]
+        if isinstance(entry, list):
+            entry.remove(block)
+            if len(entry) == 1:
+                self._cached[digest] = entry[0]
+            return
+        del self._cached[digest]
+        if self._collect:
+            self._events.append(BlockRemoved((digest,)))
+
+    def _unlink(self, block: int) -> None:
+        before, after = self._prev[block], self._next[block]
+        self._next[before] = after
+        self._prev[after] = before
+        self.free_blocks -= 1
+
+    def _link_after(self, before: int, block: int) -> None:
+        after = self._next[before]
+        self._next[before] = self._prev[after] = block
+        self._prev[block] = before
+        self._next[block] = after
+        self.free_blocks += 1
+
+    def free_list(self) -> list[int]:
+        """All free blocks in the order in which they will be taken."""
+        order: list[int] = []
+        block = self._next[self.num_blocks]
+        while block != self.num_blocks:
+            order.append(block)
+            block = self._next[block]
+            assert len(order) < self.num_blocks, "the free list has a loop"
+        return order
+
+    def check_integrity(self, held: Iterable[tuple[str, Sequence[int]]]) -> None:
+        """Raise AssertionError unless the owners in `held` (owner, its blocks) account for every reference."""
+        owners: Counter[int] = Counter()
+        for owner, blocks in held:
+            assert len(set(blocks)) == len(blocks), f"{owner} holds a block twice"
+            owners.update(blocks)
+        free = self.free_list()
+        assert len(free) == len(set(free)) == self.free_blocks, "the free list does not match its count"
+        assert NULL_BLOCK not in owners and NULL_BLOCK not in free, "the null block is in use"
+        for block in range(1, self.num_blocks):
+            assert self._refs[block] == owners[block], f"block {block}: {self._refs[block]} references, {owners[block]} owners"
+        assert all(not self._refs[block] for block in free), "an owned block is on the free list"
+        assert len(free) + len(owners) == self.usable_blocks, "a block is neither free nor owned"
+        self._check_cache()
+
+    def _check_cache(self) -> None:
+        entries = [(digest, [entry] if isinstance(entry, int) else entry) for digest, entry in self._cached.items()]
+        for digest, blocks in entries:
+            assert all(self._hash_of[block] == digest for block in blocks), "a cache entry names a block of another hash"
+        cached = sum(len(blocks) for _digest, blocks in entries)
+        assert cached == sum(digest is not None for digest in self._hash_of), "a hashed block is not in the cache"

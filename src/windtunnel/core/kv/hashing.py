@@ -1,0 +1,109 @@
+"""Block hashes: h_i = H((h_{i-1} or NONE_HASH, tokens of block i, extra keys or None)), vLLM reference §6.3.
+
+Every algorithm serialises the triple (pickle protocol 5 or canonical CBOR) and digests the bytes. An event carries whole
+digests; a publisher that wants integers takes the low 64 bits (`wire_hash`).
+"""
+
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from hashlib import sha256
+from types import MappingProxyType
+from typing import Any
+
+import cbor2
+import xxhash
+
+from windtunnel.core.request import EngineRequest
+
+ExtraKey = tuple[str, ...]
+Digest = Callable[[Any], bytes]
+
+DEFAULT_SEED = "vllm-none-hash"
+"""What vLLM 0.33 hashes into NONE_HASH for the sha256 kinds while PYTHONHASHSEED is unset (found by matching §6.3's vectors)."""
+
+_pickled: Callable[[Any], bytes] = partial(pickle.dumps, protocol=5)
+
+
+def _sha256(value: Any) -> bytes:
+    return sha256(_pickled(value)).digest()
+
+
+def _sha256_cbor(value: Any) -> bytes:
+    return sha256(cbor2.dumps(value, canonical=True)).digest()
+
+
+def _xxhash(value: Any) -> bytes:
+    return xxhash.xxh3_128_digest(_pickled(value))
+
+
+def _xxhash_cbor(value: Any) -> bytes:
+    return xxhash.xxh3_128_digest(cbor2.dumps(value, canonical=True))
+
+
+ALGORITHMS: Mapping[str, Digest] = MappingProxyType(
+    {"sha256": _sha256, "sha256_cbor": _sha256_cbor, "xxhash": _xxhash, "xxhash_cbor": _xxhash_cbor}
+)
+
+
+def wire_hash(digest: bytes) -> int:
+    """The low 64 bits of a digest read as a big-endian integer: what vLLM publishes by default."""
+    return int.from_bytes(digest[-8:], "big")
+
+
+class BlockHasher:
+    """Hashes of one pool's blocks. Immutable, so another thread may hash a long prompt before it is submitted."""
+
+    def __init__(self, algorithm: str, block_size: int, seed: str | None = None) -> None:
+        """`seed` stands for PYTHONHASHSEED. Without one the xxhash kinds have no root: vLLM draws one for each process."""
+        if algorithm not in ALGORITHMS:
+            raise ValueError(f"prefix_caching_hash_algo is {algorithm!r}: must be one of {', '.join(ALGORITHMS)}")
+        if seed is None and algorithm.startswith("xxhash"):
+            raise ValueError(f"hash_seed is missing: {algorithm} needs one (vLLM draws it for each process)")
+        self.block_size = block_size
+        self._digest = ALGORITHMS[algorithm]
+        self.none_hash = self._digest(DEFAULT_SEED if seed is None else seed)
+
+    def extend(self, hashes: list[bytes], token_ids: Sequence[int], keys: "ExtraKeys", blocks: int) -> None:
+        """Append hashes until there are `blocks` of them; `token_ids` starts at the first block not yet hashed."""
+        size, digest = self.block_size, self._digest
+        parent = hashes[-1] if hashes else self.none_hash
+        at = 0
+        while len(hashes) < blocks:
+            extra = keys.rest if hashes else keys.first
+            parent = digest((parent, tuple(token_ids[at : at + size]), extra))
+            hashes.append(parent)
+            at += size
+
+    def prompt_hashes(self, request: EngineRequest) -> list[bytes]:
+        """Hashes of all full blocks of the prompt."""
+        hashes: list[bytes] = []
+        prompt = request.prompt_token_ids
+        self.extend(hashes, prompt, ExtraKeys(request), len(prompt) // self.block_size)
+        return hashes
+
+
+class ExtraKeys:
+    """What tells equal tokens apart: the adapter in every block, the salt in the first one."""
+
+    __slots__ = ("first", "rest", "shown_first", "shown_rest")
+
+    def __init__(self, request: EngineRequest) -> None:
+        # Pickle writes a string object that it meets twice as a reference; vLLM's name and path are always two objects.
+        lora: tuple[ExtraKey, ...] = () if request.lora is None else (("lora", request.lora.name, _copy(request.lora.path)),)
+        salt: tuple[ExtraKey, ...] = (("cache_salt", request.cache_salt),) if request.cache_salt else ()
+        self.rest = lora or None
+        self.first = (lora + salt) or None
+        self.shown_rest = tuple(key[1] for key in lora) or None
+        """As events show them: names without tags (golden `kv_events.json`)."""
+        self.shown_first = tuple(key[1] for key in lora + salt) or None
+
+    def shown(self, first_block: int, blocks: int) -> tuple[ExtraKey | None, ...]:
+        """One entry for each of `blocks` blocks from `first_block` on."""
+        if first_block == 0 and blocks:
+            return (self.shown_first, *[self.shown_rest] * (blocks - 1))
+        return (self.shown_rest,) * blocks
+
+
+def _copy(text: str) -> str:
+    return text.encode("utf-8", "surrogatepass").decode("utf-8", "surrogatepass")

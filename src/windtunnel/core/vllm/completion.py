@@ -1,0 +1,80 @@
+"""What follows the model's part of a step: tokens, stops, published blocks (vLLM reference §5.2)."""
+
+from windtunnel.core.lifecycle import Event, State
+from windtunnel.core.outputs import TokenOutput
+from windtunnel.core.vllm.scheduler import VllmScheduler
+from windtunnel.core.vllm.sequence import VllmSequence
+from windtunnel.core.vllm.step import Step
+
+
+class Completion:
+    """Ends one step; lives as long as that. `ended` are the sequences that finished in it."""
+
+    def __init__(self, scheduler: VllmScheduler, step: Step, now_ns: int) -> None:
+        self._scheduler = scheduler
+        self._step = step
+        self._now_ns = now_ns
+        self._outputs: list[TokenOutput] = []
+        self.first_tokens: list[VllmSequence] = []
+        self.ended: list[VllmSequence] = []
+
+    def run(self) -> list[TokenOutput]:
+        self._decode()
+        for sequence, tokens in self._step.prefilling:
+            if sequence.run_order >= 0 and sequence.abort_step < 0:
+                self._prefill(sequence, tokens)
+        if not self._scheduler.pacing.lock_step:
+            self._await_turns()
+        return self._outputs
+
+    def _decode(self) -> None:
+        append = self._outputs.append
+        dull = 0
+        for sequence in self._step.decoding:
+            quiet = sequence.quiet
+            if quiet:
+                sequence.quiet = quiet - 1
+                append(next(sequence.feed))
+                dull += 1
+            elif sequence.run_order >= 0 and sequence.abort_step < 0:
+                sequence.computed_at_end += 1
+                self._scheduler.kv_tokens += 1
+                self._scheduler.publish(sequence)
+                self._emit(sequence)
+        self._scheduler.kv_tokens += dull
+
+    def _prefill(self, sequence: VllmSequence, tokens: int) -> None:
+        sequence.computed_at_end += tokens
+        self._scheduler.kv_tokens += tokens
+        self._scheduler.publish(sequence)
+        if sequence.computed_at_end == sequence.num_tokens:
+            self._scheduler.log.record(sequence, Event.FIRST_TOKEN, self._now_ns)
+            if sequence.prefilling:
+                sequence.prefilling = False
+                self.first_tokens.append(sequence)
+            self._emit(sequence)
+
+    def _emit(self, sequence: VllmSequence) -> None:
+        config = self._scheduler.config
+        output = sequence.next_token(config.eos_token_id)
+        self._outputs.append(output)
+        if output.finish_reason is None:
+            sequence.plan_quiet(config.block_size)
+            return
+        self._scheduler.remove(sequence)
+        detail: dict[str, int | str] = {"reason": output.finish_reason.value, "output_tokens": len(sequence.output)}
+        self._scheduler.log.record(sequence, Event.FINISH, self._now_ns, detail)
+        self.ended.append(sequence)
+
+    def _await_turns(self) -> None:
+        """Deadlines are absolute: the previous one plus a draw, so lateness never adds up."""
+        scheduler, load = self._scheduler, self._scheduler.load
+        for sequence in self._step.decoding:
+            if sequence.run_order >= 0:
+                sequence.ready_at_ns += scheduler.pacing.next_token_ns(load)
+                scheduler.await_turn(sequence, self._now_ns)
+        for sequence, _tokens in self._step.prefilling:
+            if sequence.run_order >= 0:
+                if sequence.state is State.DECODE:
+                    sequence.ready_at_ns += scheduler.pacing.next_token_ns(load)
+                scheduler.await_turn(sequence, self._now_ns)

@@ -1,0 +1,334 @@
+"""The vLLM V1 scheduler: what the next step computes (reference §5.2).
+
+Running sequences come first, in list order. If memory runs out, the last of the list (fcfs) or the worst (priority) is
+preempted: its blocks go, its tokens stay, and it waits in front. A step that preempted admits nobody. Otherwise the queue's
+head is admitted while places and budget last; the first that does not fit ends admission.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from itertools import count
+
+from windtunnel.core.kv.blocks import BlockPool
+from windtunnel.core.kv.hashing import BlockHasher
+from windtunnel.core.lifecycle import Event, State
+from windtunnel.core.pacing import Pacing
+from windtunnel.core.transitions import TransitionLog
+from windtunnel.core.vllm.config import VllmEngineConfig
+from windtunnel.core.vllm.queues import DeferredSet, ReadyTimes, WaitingQueue, fcfs_rank, priority_rank
+from windtunnel.core.vllm.sequence import VllmSequence
+from windtunnel.core.vllm.step import Step
+
+
+class VllmScheduler:
+    """Owns the queues, the running list and the block pool of one engine."""
+
+    def __init__(self, config: VllmEngineConfig, pacing: Pacing, log: TransitionLog) -> None:
+        self.config = config
+        self.pacing = pacing
+        self.log = log
+        self.pool = BlockPool(config.num_blocks, config.block_size, collect_events=config.collect_kv_events)
+        self.hasher = BlockHasher(config.prefix_caching_hash_algo, config.block_size, config.hash_seed)
+        self.waiting = WaitingQueue(fcfs_rank if config.policy == "fcfs" else priority_rank)
+        self.deferred = DeferredSet()
+        self.running: dict[int, VllmSequence] = {}
+        """By place, in list order."""
+        self.kv_tokens = 0
+        """Computed tokens of all running sequences."""
+        self._ready = ReadyTimes()
+        self._places = count()
+        self._front = count(-1, -1)
+        self._running_loras: Counter[int] = Counter()
+        self._lora_slot_freed = False
+        self._blocked: tuple[int, int] | None = None
+        """(pool version, running) when the head last did not fit; the same again would fail again."""
+
+    # What is due
+
+    def next_event_at(self, clock_ns: int) -> int | None:
+        """When the next step can do something; None while only an arrival or an abort could change anything."""
+        if self._admission_open() or (self.running and self.pacing.lock_step) or (self._lora_slot_freed and self.deferred):
+            return clock_ns
+        times = [self.deferred.next_at(), self._ready.next_at(self.running)]
+        due = [at for at in times if at is not None]
+        return max(clock_ns, min(due)) if due else None
+
+    def _admission_open(self) -> bool:
+        if not self.waiting or len(self.running) >= self.config.max_num_seqs:
+            return False
+        return self._blocked != (self.pool.version, len(self.running))
+
+    @property
+    def load(self) -> float:
+        """0 for a lone sequence, 1 when all places are taken."""
+        places = self.config.max_num_seqs - 1
+        return min(1.0, (len(self.running) - 1) / places) if places and self.running else 0.0
+
+    def lora_names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Adapters of running and of waiting sequences, in name order."""
+        waits = (*self.waiting.members(), *self.deferred.members())
+        return _lora_names(self.running.values()), _lora_names(waits)
+
+    # Arrivals and departures
+
+    def add(self, sequence: VllmSequence, now_ns: int) -> None:
+        """Queue a new sequence, or set it aside while it cannot run."""
+        until_ns = sequence.request.deferred_until_ns
+        if until_ns > now_ns:
+            self.log.record(sequence, Event.DEFER, now_ns, {"reason": "not_before", "until_ns": until_ns})
+            self.deferred.add_until(sequence, until_ns)
+        else:
+            self._enqueue(sequence)
+
+    def remove(self, sequence: VllmSequence) -> None:
+        """Take a live sequence out of wherever it is and give back what it holds. Its state is still the old one."""
+        if sequence.run_order >= 0:
+            self._leave_running(sequence)
+        elif sequence.state is State.DEFERRED:
+            self.deferred.remove(sequence)
+        else:
+            self.waiting.remove(sequence)
+            self._blocked = None
+
+    def preempt(self, sequence: VllmSequence, now_ns: int) -> None:
+        """Recompute later: free the blocks, keep the output, wait in front (under priority: at its rank)."""
+        self._leave_running(sequence)
+        if self.config.policy == "fcfs":
+            sequence.arrived = next(self._front)
+        self.log.record(sequence, Event.PREEMPT, now_ns, {"output_tokens": len(sequence.output)})
+        self._enqueue(sequence)
+
+    def _enqueue(self, sequence: VllmSequence) -> None:
+        self.waiting.push(sequence)
+        self._blocked = None
+
+    def _leave_running(self, sequence: VllmSequence) -> None:
+        sequence.settle()
+        del self.running[sequence.run_order]
+        sequence.run_order = -1
+        self.kv_tokens -= sequence.computed_at_end
+        self.pool.free(sequence.blocks)
+        sequence.blocks = []
+        sequence.computed_at_end = sequence.published = 0
+        if sequence.request.lora is not None:
+            self._leave_lora(sequence.request.lora.lora_id)
+
+    def _leave_lora(self, lora_id: int) -> None:
+        self._running_loras[lora_id] -= 1
+        if not self._running_loras[lora_id]:
+            del self._running_loras[lora_id]
+            self._lora_slot_freed = True
+
+    # One step
+
+    def schedule(self, step: Step, now_ns: int) -> None:
+        """Fill `step` with what the engine computes from `now_ns` on."""
+        self._resume(now_ns)
+        self._schedule_running(step, now_ns)
+        if not step.preemptions:
+            self._admit(step, now_ns)
+        step.context_tokens += self.kv_tokens + step.prefill_tokens + len(step.decoding)
+
+    def _schedule_running(self, step: Step, now_ns: int) -> None:
+        due = list(self.running.values()) if self.pacing.lock_step else self._ready.take_due(now_ns, self.running)
+        decoding = step.decoding
+        for at, sequence in enumerate(due):
+            if not step.budget:
+                self._skip(due[at:], step, now_ns)
+                return
+            if sequence.quiet:
+                step.budget -= 1
+                decoding.append(sequence)
+            elif not self._plan(sequence, step, now_ns):
+                self._skip(due[at:], step, now_ns)
+                return
+
+    def _plan(self, sequence: VllmSequence, step: Step, now_ns: int) -> bool:
+        """Plan a running sequence. False ends the traversal: it has preempted itself."""
+        if sequence.run_order < 0:
+            return True
+        tokens = self._chunk(sequence.num_tokens - sequence.computed, step.budget)
+        if not self._make_room(sequence, tokens, step, now_ns):
+            return False
+        if sequence.state is State.DECODE:
+            step.budget -= 1
+            step.decoding.append(sequence)
+        else:
+            self._prefill(sequence, tokens, step, now_ns)
+        return True
+
+    def _chunk(self, needed: int, budget: int) -> int:
+        tokens = min(needed, budget)
+        threshold = self.config.long_prefill_token_threshold
+        return min(tokens, threshold) if threshold else tokens
+
+    def _prefill(self, sequence: VllmSequence, tokens: int, step: Step, now_ns: int) -> None:
+        """The last token of a prompt is not computed before the first token is due."""
+        if sequence.computed + tokens == sequence.num_tokens and sequence.ready_at_ns > now_ns:
+            tokens -= 1
+        step.budget -= tokens
+        step.prefilling.append((sequence, tokens))
+
+    def _make_room(self, sequence: VllmSequence, tokens: int, step: Step, now_ns: int) -> bool:
+        missing = self._blocks_for(sequence.computed + tokens) - len(sequence.blocks)
+        while missing > self.pool.free_blocks:
+            victim = self._victim()
+            step.drop(victim)
+            self.preempt(victim, now_ns)
+            step.preemptions += 1
+            if victim is sequence:
+                return False
+        if missing > 0:
+            sequence.blocks += self.pool.allocate(missing)
+        return True
+
+    def _victim(self) -> VllmSequence:
+        if self.config.policy == "fcfs":
+            return next(reversed(self.running.values()))
+        return max(self.running.values(), key=priority_rank)
+
+    def _skip(self, skipped: list[VllmSequence], step: Step, now_ns: int) -> None:
+        """The budget is spent: these take no part, and the step's attention does not read them."""
+        for sequence in skipped:
+            if sequence.run_order >= 0:
+                step.context_tokens -= sequence.computed
+                self.await_turn(sequence, now_ns)
+
+    def await_turn(self, sequence: VllmSequence, now_ns: int) -> None:
+        """Note when a running sequence next takes part (pacing by sequence only)."""
+        if not self.pacing.lock_step:
+            whole = sequence.num_tokens - sequence.computed <= 1
+            self._ready.push(sequence.ready_at_ns if whole else now_ns, sequence.run_order)
+
+    def _blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.config.block_size)
+
+    # Admission
+
+    def _resume(self, now_ns: int) -> None:
+        resumed = self.deferred.take_due(now_ns) if self.deferred else []
+        if self.deferred and self.config.max_loras:
+            resumed += self.deferred.take_for_loras(set(self._running_loras), self.config.max_loras)
+        self._lora_slot_freed = False
+        for sequence in resumed:
+            self.log.record(sequence, Event.RESUME, now_ns)
+            self._enqueue(sequence)
+
+    def _admit(self, step: Step, now_ns: int) -> None:
+        while step.budget and self._admission_open():
+            sequence = self.waiting.peek()
+            if self._defer_for_lora(sequence, now_ns):
+                continue
+            if not self._try_admit(sequence, step, now_ns):
+                self._blocked = (self.pool.version, len(self.running))
+                return
+
+    def _defer_for_lora(self, sequence: VllmSequence, now_ns: int) -> bool:
+        lora, slots = sequence.request.lora, self.config.max_loras
+        if lora is None or not slots or lora.lora_id in self._running_loras or len(self._running_loras) < slots:
+            return False
+        self.waiting.remove(sequence)
+        self.log.record(sequence, Event.DEFER, now_ns, {"reason": "lora_slots"})
+        self.deferred.add_for_lora(sequence, lora.lora_id)
+        return True
+
+    def _try_admit(self, sequence: VllmSequence, step: Step, now_ns: int) -> bool:
+        hits = self._cached_prefix(sequence)
+        cached = len(hits) * self.config.block_size
+        tokens = self._chunk(sequence.num_tokens - cached, step.budget)
+        wanted = self._blocks_for(cached + tokens) - len(hits)
+        if not self._fits(sequence, hits, wanted):
+            return False
+        self.pool.touch(hits)
+        sequence.blocks = hits + self.pool.allocate(wanted)
+        self._enter_running(sequence, len(hits))
+        sequence.ready_at_ns = now_ns + self.pacing.first_token_ns(sequence.num_tokens, cached, self.load)
+        self._count_admission(sequence, cached, step, now_ns)
+        self._prefill(sequence, tokens, step, now_ns)
+        return True
+
+    def _cached_prefix(self, sequence: VllmSequence) -> list[int]:
+        """The blocks of the longest cached prefix; at least one token is always computed."""
+        if not self.config.enable_prefix_caching:
+            return []
+        limit = (sequence.num_tokens - 1) // self.config.block_size
+        return self.pool.lookup(sequence.block_hashes(self.hasher, limit), limit)
+
+    def _fits(self, sequence: VllmSequence, hits: list[int], wanted: int) -> bool:
+        """The gate for the whole prompt, the watermark, and the blocks of this chunk."""
+        whole = self._blocks_for(sequence.num_tokens)
+        if whole > self.pool.usable_blocks:
+            return False
+        free = self.pool.free_blocks - self.pool.idle_among(hits)
+        if self.config.reserve_full_isl and whole - len(hits) > free:
+            return False
+        margin = self.config.watermark_blocks if self.running else 0
+        return wanted <= free - margin
+
+    def _enter_running(self, sequence: VllmSequence, hit_blocks: int) -> None:
+        self.waiting.remove(sequence)
+        sequence.run_order = next(self._places)
+        self.running[sequence.run_order] = sequence
+        sequence.published = hit_blocks
+        sequence.computed_at_end = hit_blocks * self.config.block_size
+        self.kv_tokens += sequence.computed_at_end
+        if sequence.request.lora is not None:
+            self._running_loras[sequence.request.lora.lora_id] += 1
+
+    def _count_admission(self, sequence: VllmSequence, cached: int, step: Step, now_ns: int) -> None:
+        """Prefix statistics count the first admission only (vLLM #25787)."""
+        self.log.record(sequence, Event.SCHEDULE, now_ns, {"prompt_tokens": sequence.num_tokens, "cached_tokens": cached})
+        if sequence.admitted:
+            return
+        sequence.admitted = True
+        sequence.cached_tokens = cached
+        if self.config.enable_prefix_caching:
+            step.prefix_queries += sequence.num_tokens
+            step.prefix_hits += cached
+        if sequence.request.report_cached_blocks and cached:
+            self.report(sequence, 0, sequence.published)
+
+    def reconfigure(self, config: VllmEngineConfig, pacing: Pacing, now_ns: int) -> None:
+        """Take new limits and a new pace; what has been drawn already stands."""
+        became_free = self.pacing.lock_step and not pacing.lock_step
+        self.config, self.pacing = config, pacing
+        self._blocked, self._lora_slot_freed = None, True
+        if became_free:
+            self._ready = ReadyTimes()
+            self.delay_until(now_ns)
+            for sequence in self.running.values():
+                self.await_turn(sequence, now_ns)
+
+    def delay_until(self, now_ns: int) -> None:
+        """Let no deadline lie in the past: a pause is not made up for."""
+        for sequence in self.running.values():
+            sequence.ready_at_ns = max(sequence.ready_at_ns, now_ns)
+
+    # Publishing
+
+    def publish(self, sequence: VllmSequence) -> None:
+        """Enter the blocks that are full and computed into the prefix cache."""
+        first, full = sequence.published, sequence.computed // self.config.block_size
+        if full <= first or not self.config.enable_prefix_caching:
+            return
+        hashes = sequence.block_hashes(self.hasher, full)[first:full]
+        self.pool.enter(sequence.blocks[first:full], hashes)
+        sequence.published = full
+        self.report(sequence, first, full)
+
+    def report(self, sequence: VllmSequence, first: int, stop: int) -> None:
+        """Publish BlockStored for blocks first … stop - 1 of a sequence."""
+        if not self.pool.collects_events:
+            return
+        size, hashes, lora = self.config.block_size, sequence.hashes, sequence.request.lora
+        self.pool.stored(
+            hashes[first:stop],
+            hashes[first - 1] if first else None,
+            sequence.token_slice(first * size, stop * size),
+            (lora.lora_id, lora.name) if lora else None,
+            sequence.keys.shown(first, stop - first),
+        )
+
+
+def _lora_names(sequences: Iterable[VllmSequence]) -> tuple[str, ...]:
+    return tuple(sorted({sequence.request.lora.name for sequence in sequences if sequence.request.lora}))

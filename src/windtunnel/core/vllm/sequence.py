@@ -1,0 +1,167 @@
+"""One sequence inside the vLLM engine.
+
+Most tokens are dull: no block begins or ends with them and nothing stops there. `plan_quiet` finds how many dull tokens come
+next and prepares their outputs, so that a step costs a dull sequence one countdown. While `quiet` counts down, `output` and
+`computed_at_end` stand where they will be at its end; the properties give the present.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import repeat
+
+from windtunnel.core.kv.hashing import BlockHasher, ExtraKeys
+from windtunnel.core.lifecycle import State
+from windtunnel.core.outputs import FinishReason, TokenOutput
+from windtunnel.core.request import EngineRequest
+from windtunnel.core.vllm.config import VllmEngineConfig
+
+_NO_OUTPUTS: Iterator[TokenOutput] = iter(())
+_new_output = partial(tuple.__new__, TokenOutput)
+
+
+class VllmSequence:
+    """Owned by the engine that made it; the scheduler moves it between queues."""
+
+    __slots__ = (
+        "abort_step",
+        "admitted",
+        "arrived",
+        "blocks",
+        "cached_tokens",
+        "computed_at_end",
+        "feed",
+        "hashes",
+        "keys",
+        "notify_abort",
+        "output",
+        "output_limit",
+        "prefilling",
+        "prompt_len",
+        "published",
+        "quiet",
+        "ready_at_ns",
+        "request",
+        "request_id",
+        "run_order",
+        "since_ns",
+        "state",
+        "stops",
+    )
+
+    def __init__(self, request: EngineRequest, config: VllmEngineConfig, arrived: int, now_ns: int) -> None:
+        self.request = request
+        self.request_id = request.request_id
+        self.prompt_len = len(request.prompt_token_ids)
+        self.state = State.NEW
+        self.since_ns = now_ns
+        self.arrived = arrived
+        """Place in the engine's order of arrival; a preemption under fcfs makes it negative (in front of everybody)."""
+        self.run_order = -1
+        """Place in the running list; -1 outside."""
+        self.ready_at_ns = now_ns
+        self.blocks: list[int] = []
+        self.hashes: list[bytes] = []
+        self.keys = ExtraKeys(request)
+        self.published = 0
+        """Blocks of this sequence that stand in the prefix cache."""
+        self.output: list[int] = []
+        self.computed_at_end = 0
+        self.quiet = 0
+        self.feed = _NO_OUTPUTS
+        self.cached_tokens = 0
+        self.admitted = False
+        """Has been scheduled once; later admissions follow a preemption."""
+        self.prefilling = True
+        """Has no output token yet."""
+        self.abort_step = -1
+        """Under asynchronous scheduling: the step with whose end a requested abort takes effect."""
+        self.notify_abort = False
+        self.output_limit = min(request.max_tokens, max(1, config.max_model_len - self.prompt_len))
+        self.stops = _stop_tokens(request, config)
+
+    @property
+    def computed(self) -> int:
+        """Tokens whose KV is in the blocks."""
+        return self.computed_at_end - self.quiet
+
+    @property
+    def output_tokens(self) -> int:
+        return len(self.output) - self.quiet
+
+    @property
+    def num_tokens(self) -> int:
+        return self.prompt_len + len(self.output) - self.quiet
+
+    def token_slice(self, start: int, stop: int) -> tuple[int, ...]:
+        """Tokens start … stop - 1 of prompt and output together."""
+        cut = self.prompt_len
+        if stop <= cut:
+            return self.request.prompt_token_ids[start:stop]
+        if start >= cut:
+            return tuple(self.output[start - cut : stop - cut])
+        return (*self.request.prompt_token_ids[start:], *self.output[: stop - cut])
+
+    def block_hashes(self, hasher: BlockHasher, blocks: int) -> list[bytes]:
+        """Hashes of at least the first `blocks` full blocks; each is computed once."""
+        have = len(self.hashes)
+        if have < blocks:
+            size = hasher.block_size
+            hasher.extend(self.hashes, self.token_slice(have * size, blocks * size), self.keys, blocks)
+        return self.hashes
+
+    def settle(self) -> None:
+        """Give up the planned rest: stop reasons and blocks then see the present."""
+        if self.quiet:
+            del self.output[-self.quiet :]
+            self.computed_at_end -= self.quiet
+            self.quiet = 0
+            self.feed = _NO_OUTPUTS
+
+    def next_token(self, eos_token_id: int | None) -> TokenOutput:
+        """Append the next token and test the stop conditions: EOS, stop token ids, length (reference §5.2)."""
+        made = len(self.output)
+        tokens = self.request.source.token_ids(made, 1)
+        token, ended = (tokens[0], False) if tokens else (eos_token_id, True)
+        if token is None:
+            return TokenOutput(self.request_id, (), FinishReason.STOP, None, self.cached_tokens)
+        self.output.append(token)
+        reason, stop = self._stop(token, made + 1, eos_token_id, ended=ended)
+        return TokenOutput(self.request_id, (token,), reason, stop, self.cached_tokens)
+
+    def _stop(self, token: int, made: int, eos: int | None, *, ended: bool) -> tuple[FinishReason | None, int | None]:
+        if ended:
+            return FinishReason.STOP, None
+        if token in self.stops and made >= self.request.min_tokens:
+            return FinishReason.STOP, None if token == eos and not self.request.ignore_eos else token
+        return (FinishReason.LENGTH if made >= self.output_limit else None), None
+
+    def plan_quiet(self, block_size: int) -> None:
+        """After a step in which this decoding sequence was not dull: prepare the dull tokens that follow."""
+        tokens = self.num_tokens
+        filled = tokens % block_size
+        if filled < 2:
+            return
+        made = len(self.output)
+        count = min(block_size - filled, self.output_limit - made - 1)
+        if count < 1:
+            return
+        planned = self.request.source.token_ids(made, count)
+        if not self.stops.isdisjoint(planned):
+            planned = planned[: next(at for at, token in enumerate(planned) if token in self.stops)]
+        if planned:
+            self._start_quiet(planned)
+
+    def _start_quiet(self, planned: Sequence[int]) -> None:
+        self.output += planned
+        self.quiet = len(planned)
+        self.computed_at_end += self.quiet
+        none = repeat(None)
+        fields = zip(repeat(self.request_id), zip(planned), none, none, repeat(self.cached_tokens), none, none)
+        self.feed = map(_new_output, fields)
+
+
+def _stop_tokens(request: EngineRequest, config: VllmEngineConfig) -> frozenset[int]:
+    if request.ignore_eos:
+        return request.stop_token_ids
+    ends = config.extra_eos_token_ids if config.eos_token_id is None else config.extra_eos_token_ids | {config.eos_token_id}
+    return request.stop_token_ids | ends

@@ -1,0 +1,58 @@
+"""One step of the engine between its start and its end."""
+
+from windtunnel.core.pacing import StepPlan
+from windtunnel.core.vllm.sequence import VllmSequence
+
+
+class Step:
+    """Made by the scheduler, ended by the completion; owned by the engine in between."""
+
+    __slots__ = (
+        "budget",
+        "context_tokens",
+        "decoding",
+        "end_ns",
+        "number",
+        "preemptions",
+        "prefilling",
+        "prefix_hits",
+        "prefix_queries",
+        "start_ns",
+    )
+
+    def __init__(self, number: int, start_ns: int, budget: int) -> None:
+        self.number = number
+        self.start_ns = start_ns
+        self.end_ns = start_ns
+        self.budget = budget
+        self.decoding: list[VllmSequence] = []
+        """One token each."""
+        self.prefilling: list[tuple[VllmSequence, int]] = []
+        """Sequences and how many prompt tokens of each are computed."""
+        self.context_tokens = 0
+        self.preemptions = 0
+        self.prefix_queries = 0
+        self.prefix_hits = 0
+
+    @property
+    def prefill_tokens(self) -> int:
+        return sum(tokens for _sequence, tokens in self.prefilling)
+
+    @property
+    def plan(self) -> StepPlan:
+        return StepPlan(self.prefill_tokens, len(self.decoding), self.context_tokens)
+
+    @property
+    def empty(self) -> bool:
+        return not self.decoding and not self.prefilling
+
+    def drop(self, sequence: VllmSequence) -> None:
+        """Take back what was planned for a sequence that is preempted in the same step."""
+        if sequence in self.decoding:
+            self.decoding.remove(sequence)
+            self.budget += 1
+        for entry in self.prefilling:
+            if entry[0] is sequence:
+                self.prefilling.remove(entry)
+                self.budget += entry[1]
+                return
