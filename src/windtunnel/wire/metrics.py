@@ -1,0 +1,202 @@
+"""Metrics as a table and one loop: a small store whose text is that of prometheus_client.
+
+A `MetricSpec` says what a family is; a `Store` holds the families in the order of its table and their children, one for
+each tuple of label values. Updates are O(1) (a histogram costs one bisection) and take no lock: whoever owns the store
+updates it from one thread. Exposition goes through `collect`, the interface of prometheus_client, so number formats, the
+order of labels and the `_created` gauges are that library's.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Any, Generic, Literal, TypeVar
+
+from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
+from prometheus_client.utils import floatToGoString
+
+CONTENT_TYPE = "text/plain; version=1.0.0; charset=utf-8"
+"""As vLLM 0.32 with prometheus_client 0.26 answers on `/metrics`."""
+
+CHILD_LIMIT = 4096
+"""Children of one family that are shown. Updates of further ones go to a child that is not."""
+
+Kind = Literal["counter", "gauge", "histogram", "summary"]
+Labels = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MetricSpec:
+    """One family. `name` is without `_total`; `buckets` are the upper bounds without +Inf."""
+
+    name: str
+    kind: Kind
+    help: str
+    labels: Labels = ()
+    buckets: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if (self.kind == "histogram") != bool(self.buckets):
+            raise ValueError(f"{self.name}: a histogram has buckets, and nothing else has")
+        if list(self.buckets) != sorted(set(self.buckets)):
+            raise ValueError(f"{self.name}: buckets must rise")
+
+
+class Value:
+    """A counter or a gauge: a number that its owner changes in place."""
+
+    __slots__ = ("created_s", "value")
+
+    def __init__(self, created_s: float) -> None:
+        self.value = 0.0
+        self.created_s = created_s
+
+    def inc(self, amount: float = 1.0) -> None:
+        self.value += amount
+
+
+class Summary:
+    """A count and a sum."""
+
+    __slots__ = ("count", "created_s", "sum")
+
+    def __init__(self, created_s: float) -> None:
+        self.count = 0
+        self.sum = 0.0
+        self.created_s = created_s
+
+    def observe(self, value: float) -> None:
+        self.count += 1
+        self.sum += value
+
+
+class Histogram:
+    """Counts for each bucket (not accumulated; the last is +Inf) and a sum."""
+
+    __slots__ = ("bounds", "counts", "created_s", "sum")
+
+    def __init__(self, bounds: Sequence[float], created_s: float) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+        self.created_s = created_s
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.sum += value * times
+
+    def observe_many(self, values: Iterable[float]) -> None:
+        """Like `observe` for each; one call for the inter-token latencies of a whole step."""
+        counts, bounds, total = self.counts, self.bounds, self.sum
+        for value in values:
+            counts[bisect_left(bounds, value)] += 1
+            total += value
+        self.sum = total
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
+
+
+Child = Value | Summary | Histogram
+C = TypeVar("C", bound=Child)
+
+
+class Family(Generic[C]):
+    """One metric with all its children. Owned by its store."""
+
+    __slots__ = ("_hidden", "_make", "children", "spec")
+
+    def __init__(self, spec: MetricSpec, make: Callable[[], C]) -> None:
+        self.spec = spec
+        self.children: dict[Labels, C] = {}
+        self._make = make
+        self._hidden = make()
+
+    def child(self, *values: str) -> C:
+        """The child with these label values, made at zero when it is new."""
+        found = self.children.get(values)
+        return found if found is not None else self._new(values)
+
+    def _new(self, values: Labels) -> C:
+        if len(values) != len(self.spec.labels):
+            raise ValueError(f"{self.spec.name} has the labels {self.spec.labels}, not {len(values)} values")
+        if len(self.children) >= CHILD_LIMIT:
+            return self._hidden
+        made = self.children[values] = self._make()
+        return made
+
+
+class Store(Collector):
+    """Families in the order in which they were added. `clock_s` gives Unix seconds, for the `_created` gauges."""
+
+    def __init__(self, clock_s: Callable[[], float]) -> None:
+        self._clock_s = clock_s
+        self._families: dict[str, Family[Any]] = {}
+
+    def values(self, spec: MetricSpec) -> Family[Value]:
+        """Add a family of counters or gauges."""
+        return self._add(spec, Family(spec, lambda: Value(self._clock_s())), "counter", "gauge")
+
+    def summaries(self, spec: MetricSpec) -> Family[Summary]:
+        return self._add(spec, Family(spec, lambda: Summary(self._clock_s())), "summary")
+
+    def histograms(self, spec: MetricSpec) -> Family[Histogram]:
+        return self._add(spec, Family(spec, lambda: Histogram(spec.buckets, self._clock_s())), "histogram")
+
+    def _add(self, spec: MetricSpec, family: Family[C], *kinds: Kind) -> Family[C]:
+        if spec.name in self._families or spec.kind not in kinds:
+            raise ValueError(f"{spec.name}: a second family of this name, or a {spec.kind} where {' or '.join(kinds)} is meant")
+        self._families[spec.name] = family
+        return family
+
+    def family(self, name: str) -> Family[Any]:
+        """The family of this name. Raises KeyError for one that was not added."""
+        return self._families[name]
+
+    def collect(self) -> Iterator[Metric]:
+        """The families as prometheus_client reads them."""
+        for family in self._families.values():
+            spec = family.spec
+            metric = Metric(spec.name, spec.help, spec.kind)
+            for values, child in family.children.items():
+                metric.samples += _samples(spec, dict(zip(spec.labels, values, strict=True)), child)
+            yield metric
+
+
+def _samples(spec: MetricSpec, labels: dict[str, str], child: Child) -> Iterator[Sample]:
+    if isinstance(child, Value):
+        yield Sample(f"{spec.name}_total" if spec.kind == "counter" else spec.name, labels, child.value)
+    else:
+        if isinstance(child, Histogram):
+            yield from _bucket_samples(spec.name, labels, child)
+        yield Sample(f"{spec.name}_count", labels, child.count)
+        yield Sample(f"{spec.name}_sum", labels, child.sum)
+    if spec.kind != "gauge":
+        yield Sample(f"{spec.name}_created", labels, child.created_s)
+
+
+def _bucket_samples(name: str, labels: dict[str, str], child: Histogram) -> Iterator[Sample]:
+    total = 0
+    for bound, count in zip((*child.bounds, inf), child.counts, strict=True):
+        total += count
+        yield Sample(f"{name}_bucket", {**labels, "le": floatToGoString(bound)}, total)  # type: ignore[no-untyped-call]  # the library has no types there
+
+
+def registry(*stores: Collector) -> CollectorRegistry:
+    """A registry of the process's own metrics (`python_*`, `process_*`) and then these stores, in this order."""
+    made = CollectorRegistry()
+    GCCollector(made)
+    PlatformCollector(made)
+    ProcessCollector(registry=made)
+    for store in stores:
+        made.register(store)
+    return made
+
+
+def render(source: Collector) -> bytes:
+    """The text of a store or a registry, in the format that `CONTENT_TYPE` names."""
+    return generate_latest(source)
