@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client import Histogram as LibraryHistogram
 from prometheus_client import Summary as LibrarySummary
 
-from windtunnel.wire.metrics import CHILD_LIMIT, Histogram, MetricSpec, Store, registry, render
+from windtunnel.wire.metrics import CHILD_LIMIT, Histogram, MetricSpec, Store, process_metrics, render
 
 HISTOGRAM = MetricSpec("t:h", "histogram", "An h", ("a",), (0.5, 1, 2.5))
 COUNTER = MetricSpec("t:c", "counter", "A c", ("z", "a"))
@@ -40,6 +40,20 @@ def test_text_is_that_of_the_library() -> None:
     assert without_created(render(ours)) == without_created(generate_latest(theirs))
     assert render(ours).count(b"_created{") == generate_latest(theirs).count(b"_created{") == 3
     assert b't:c_created{a="\xc3\xa9\\n",z="1"} 1.5e+09\n' in render(ours)
+
+
+@given(st.lists(st.tuples(st.text(max_size=3), st.floats(0, 1e22)), max_size=5))
+def test_text_is_generate_latest_of_the_store(updates: list[tuple[str, float]]) -> None:
+    made = store()
+    histograms, counters = made.histograms(HISTOGRAM), made.values(COUNTER)
+    gauge, summaries = made.values(GAUGE).child(), made.summaries(SUMMARY)
+    assert made.text() == generate_latest(made)
+    for label, value in updates:
+        histograms.child(label).observe(value)
+        counters.child(label, "b").inc(value)
+        gauge.value = -value
+        summaries.child(label).observe(value)
+        assert made.text() == generate_latest(made)
 
 
 @given(st.lists(st.floats(0, 10, allow_nan=False)), st.lists(st.floats(0, 10, allow_nan=False)))
@@ -99,10 +113,10 @@ def test_a_second_family_of_a_name_is_refused() -> None:
         made.values(GAUGE)
 
 
-def test_registry_shows_the_process_first() -> None:
+def test_sources_are_written_in_their_order() -> None:
     made = store()
     made.values(GAUGE).child()
-    lines = render(registry(made)).decode().splitlines()
+    lines = render(process_metrics(), made).decode().splitlines()
     names = [line.split()[2] for line in lines if line.startswith("# TYPE")]
     assert names[0] == "python_gc_objects_collected_total"
     assert names[-1] == "t:g"

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from prometheus_client import generate_latest
 
 from windtunnel.core.outputs import StepOutput, StepStats
-from windtunnel.wire.metrics import CONTENT_TYPE, registry, render
+from windtunnel.wire.metrics import CONTENT_TYPE, process_metrics, render
 from windtunnel.wire.vllm.metrics import VllmMetrics, cache_config_labels
 
 GOLDEN = Path(os.environ.get("WINDTUNNEL_GOLDEN") or Path(__file__).parents[3] / "shared" / "golden") / "vllm"
@@ -71,7 +72,7 @@ def fresh() -> VllmMetrics:
 
 
 def shown(metrics: VllmMetrics) -> Text:
-    return parse(render(registry(metrics.store)).decode())
+    return parse(render(process_metrics(), metrics.store).decode())
 
 
 def assert_same_series(ours: Text, theirs: Text) -> None:
@@ -114,6 +115,12 @@ def test_a_used_server_shows_exactly_the_recorded_series() -> None:
     assert_same_series(ours, theirs)
     counted = re.compile(r"http_.*(_total|_count)$")
     assert [s for s in ours.samples if counted.match(s.name)] == [s for s in theirs.samples if counted.match(s.name)]
+
+
+def test_the_fast_text_is_the_library_s() -> None:
+    metrics = fresh()
+    replay_http(metrics, recorded("metrics_after.txt"))
+    assert render(metrics.store) == generate_latest(metrics.store)
 
 
 def test_content_type_is_the_recorded_one() -> None:
