@@ -50,6 +50,11 @@ class Usage:
     completion_tokens: int
     cached_tokens: int = 0
     created_cache_tokens: int | None = None
+    """Prompt tokens that this request wrote into the prefix cache: full blocks of the prompt less the cached ones."""
+    metrics: Mapping[str, float | None] | None = None
+    """Per-request timings in the order of vLLM reference §2.4, for `--enable-per-request-metrics` (n = 1 only)."""
+    kv_transfer: Mapping[str, Any] | None = None
+    """What the KV connector returned for the request."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,40 @@
+"""What differs on the wire between the vLLM releases that windtunnel speaks.
+
+0.32.0 is the recorded release (golden data), 0.33.0 the described one (vLLM reference). Anything not in this table is
+the same in both.
+"""
+
+from dataclasses import dataclass
+
+LATEST = "0.33.0"
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """The optional members of one release."""
+
+    version: str
+    weight_versions: bool
+    """Choices and finishing chunks carry `weight_versions`."""
+    metrics_when_off: bool
+    """Bodies carry `metrics: null` without `--enable-per-request-metrics`."""
+    stream_kv_transfer: bool
+    """Every completion chunk carries `kv_transfer_params` at top level."""
+    cache_salt_max_chars: int
+    cache_salt_forbidden: str
+
+
+_TABLE = {
+    (0, 32): Profile("0.32.0", False, True, False, 1024, ""),
+    (0, 33): Profile("0.33.0", True, False, True, 128, "@/\\\0"),
+}
+
+
+def profile(version: str) -> Profile:
+    """The profile of a version string such as `0.32.0`; unknown ones raise ValueError naming the known ones."""
+    try:
+        major, minor = (int(part) for part in version.split(".")[:2])
+        return _TABLE[major, minor]
+    except (KeyError, ValueError):
+        known = ", ".join(row.version for row in _TABLE.values())
+        raise ValueError(f"vLLM version {version!r} is not known; use one of {known}") from None
