@@ -1,0 +1,47 @@
+"""What the lab's commands share: clean ends on Ctrl-C and SIGTERM, and errors with exit code 2."""
+
+import sys
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, NoReturn, TypeVar
+
+import typer
+
+if TYPE_CHECKING:
+    import asyncio
+
+Result = TypeVar("Result")
+
+
+def fail(message: str) -> NoReturn:
+    """A usage or environment error: the message on stderr, exit code 2."""
+    print(f"windtunnel: {message}", file=sys.stderr)
+    raise typer.Exit(2)
+
+
+def run_stoppable(work: "Callable[[asyncio.Event], Awaitable[Result]]") -> Result:
+    """Run `work` to its end. The first SIGINT or SIGTERM sets its stop event; the second cancels it."""
+    import asyncio
+    import signal
+
+    async def main() -> Result:
+        stop = asyncio.Event()
+        task = asyncio.ensure_future(work(stop))
+        loop = asyncio.get_running_loop()
+
+        def interrupt() -> None:
+            if stop.is_set():
+                task.cancel()
+            stop.set()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, interrupt)
+        try:
+            return await task
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
+
+    try:
+        return asyncio.run(main())
+    except asyncio.CancelledError:
+        fail("stopped")

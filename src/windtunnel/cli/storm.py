@@ -1,0 +1,125 @@
+"""`windtunnel storm URL`: one storm against anything that speaks OpenAI."""
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from windtunnel.lab.plan import StormPlan
+    from windtunnel.lab.record import StormResult
+    from windtunnel.lab.target import Target
+
+
+def register(app: typer.Typer) -> None:
+    app.command("storm")(storm)
+
+
+def storm(
+    url: Annotated[str, typer.Argument(help="Base URL, such as http://127.0.0.1:8000")],
+    model: Annotated[str | None, typer.Option(help="Model name; default: the first of /v1/models")] = None,
+    victims: Annotated[int, typer.Option(help="Requests per round whose client leaves")] = 20,
+    rounds: Annotated[int, typer.Option(help="How often the victims come")] = 1,
+    survivors: Annotated[int, typer.Option(help="Streams beside the victims, per round, that stay to the end")] = 4,
+    how: Annotated[str, typer.Option(help="fin, rst, half-close, or a comma list that victims take in turns")] = "fin",
+    when: Annotated[str, typer.Option(help="incomplete, sent, queued, head, tokens:N or after:50ms")] = "tokens:3",
+    hold: Annotated[bool, typer.Option(help="Bring all victims into the state before any leaves")] = False,
+    api: Annotated[str, typer.Option(help="completions or chat")] = "completions",
+    no_stream: Annotated[bool, typer.Option("--no-stream", help="Victims do not stream; use --when after:… or sent")] = False,
+    max_tokens: Annotated[int, typer.Option(help="Tokens that each victim asks for")] = 256,
+    prompt_words: Annotated[int, typer.Option(help="Length of each victim's prompt")] = 16,
+    bystanders: Annotated[int, typer.Option(help="Requests of others after each departure: /metrics and completions")] = 40,
+    later: Annotated[int, typer.Option(help="Normal streams afterwards")] = 20,
+    sample_every: Annotated[str, typer.Option(help="Cadence of the metrics samples")] = "50ms",
+    quiet_deadline: Annotated[str, typer.Option(help="How long to wait for quiet metrics")] = "10s",
+    request_timeout: Annotated[str, typer.Option(help="How long one request may take")] = "30s",
+    header: Annotated[list[str] | None, typer.Option(help="NAME: VALUE, sent with every request; may be repeated")] = None,
+    metrics_url: Annotated[list[str] | None, typer.Option(help="Where metrics are read; may be repeated")] = None,
+    watch: Annotated[list[str] | None, typer.Option(help="A further gauge, by its full name; may be repeated")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of prompts and tags")] = 0,
+    max_requests: Annotated[int, typer.Option(help="Limit of requests in all")] = 2_000,
+    max_concurrency: Annotated[int, typer.Option(help="Limit of requests at once")] = 256,
+    max_duration: Annotated[str, typer.Option(help="Limit of the whole storm")] = "5m",
+    owned: Annotated[bool, typer.Option("--i-own-this-target", help="Allow a target that is not this machine")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be sent, and send nothing")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout")] = False,
+) -> None:
+    """Blow at a server: clients leave, others stay; then say whether anything leaked, hung or was harmed.
+
+    Exit codes: 0 clean, 1 a finding, 2 usage or environment, 3 inconclusive (interrupted).
+    """
+    from windtunnel.cli.glue import fail, run_stoppable
+    from windtunnel.core.units import parse_duration_ns
+    from windtunnel.lab.experiment_file import Environment
+    from windtunnel.lab.plan import Api, Limits, Shape, StormPlan, check_plan, check_target_allowed, parse_hows, parse_trigger
+    from windtunnel.lab.storm import describe
+    from windtunnel.lab.target import TargetError
+
+    try:
+        plan = StormPlan(
+            victims=victims,
+            rounds=rounds,
+            survivors=survivors,
+            how=parse_hows(how),
+            when=parse_trigger(when),
+            hold=hold,
+            victim=Shape(Api(api), prompt_words, max_tokens, not no_stream),
+            survivor=Shape(Api(api), max_tokens=64),
+            bystanders=bystanders,
+            later=later,
+            later_shape=Shape(Api(api)),
+            sample_every_ns=parse_duration_ns(sample_every),
+            quiet_deadline_ns=parse_duration_ns(quiet_deadline),
+            request_timeout_ns=parse_duration_ns(request_timeout),
+            seed=seed,
+            limits=Limits(max_requests, max_concurrency, parse_duration_ns(max_duration)),
+        )
+        check_plan(plan)
+        target = _target(url, model, header or [], metrics_url or [], watch or [], dry_run=dry_run)
+        if dry_run:
+            typer.echo(describe(target, plan))
+            return
+        check_target_allowed(target.origin.host, owned=owned)
+        result = run_stoppable(lambda stop: _run(target, plan, stop))
+    except (ValueError, TargetError, Environment) as error:
+        fail(str(error))
+    _show(result, as_json=as_json)
+
+
+def _target(url: str, model: str | None, headers: list[str], metrics: list[str], watch: list[str], *, dry_run: bool) -> "Target":
+    import asyncio
+
+    from windtunnel.lab.target import find_model, make_target
+
+    pairs = dict(_header(line) for line in headers)
+    if model is None:
+        model = "MODEL" if dry_run else asyncio.run(find_model(url, pairs))
+    return make_target(url, model, headers=pairs, metrics_urls=metrics, watch=watch)
+
+
+def _header(line: str) -> tuple[str, str]:
+    name, colon, value = line.partition(":")
+    if not colon or not name.strip() or "\n" in line or "\r" in line:
+        raise ValueError(f"--header {line!r} is not NAME: VALUE")
+    return name.strip().lower(), value.strip()
+
+
+async def _run(target: "Target", plan: "StormPlan", stop: Any) -> "StormResult":
+    from windtunnel.lab.progress import storm_watch
+    from windtunnel.lab.storm import run_storm
+
+    with storm_watch() as tell:
+        return await run_storm(target, plan, stop=stop, on_event=tell)
+
+
+def _show(result: "StormResult", *, as_json: bool) -> None:
+    import json
+
+    from windtunnel.lab.document import storm_document
+    from windtunnel.lab.progress import print_storm
+
+    document = storm_document(result)
+    if as_json:
+        typer.echo(json.dumps(document, indent=2))
+    else:
+        print_storm(document)
+    raise typer.Exit(1 if document["findings"] else 3 if result.interrupted else 0)

@@ -1,0 +1,148 @@
+"""An arm's server: started fresh on a free port in a process group of its own, waited for, and always stopped.
+
+Only groups that were started here are ever signalled.
+"""
+
+import asyncio
+import os
+import re
+import shlex
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from windtunnel.core.units import MS, S, format_duration, parse_duration_ns
+from windtunnel.lab.connection import ConnectionCut, MalformedResponse, Origin, fetch, parse_origin
+from windtunnel.lab.experiment_file import Arm, Environment
+
+READY_POLL_NS = 50 * MS
+TERM_PATIENCE_NS = 5 * S
+LOG_TAIL_BYTES = 2_000
+LOG_SCAN_LIMIT_BYTES = 64 * 1024 * 1024
+_PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A server that is ready."""
+
+    url: str
+    log: Path | None
+    """Its stdout and stderr together; None for a server that was running already."""
+
+
+def fill(template: str, *, port: int, time_scale: float, seed: int) -> str:
+    """`{port}`, `{seed}`, `{python}` and durations (`{20ms}`, multiplied by the time scale). Raises ValueError."""
+    values = {"port": str(port), "seed": str(seed), "python": sys.executable, "time_scale": f"{time_scale:g}"}
+
+    def one(found: re.Match[str]) -> str:
+        name = found[1]
+        if name in values:
+            return values[name]
+        try:
+            return format_duration(round(parse_duration_ns(name) * time_scale))
+        except ValueError:
+            known = ", ".join(f"{{{key}}}" for key in values)
+            raise ValueError(f"unknown placeholder {{{name}}}: write one of {known} or a duration such as {{20ms}}") from None
+
+    return _PLACEHOLDER.sub(one, template)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@asynccontextmanager
+async def running(arm: Arm, log: Path, *, time_scale: float, seed: int) -> AsyncIterator[Running]:
+    """The arm's server while the block runs. Raises Environment when it cannot be started or does not become ready."""
+    if arm.url is not None:
+        await _wait_ready(arm.ready_url or arm.url, arm.ready_timeout_ns, None, log)
+        yield Running(arm.url, None)
+        return
+    assert arm.command is not None
+    port = free_port()
+    words = [fill(word, port=port, time_scale=time_scale, seed=seed) for word in shlex.split(arm.command)]
+    process = await _start(words, arm.env, log)
+    try:
+        ready = fill(arm.ready_url or "http://127.0.0.1:{port}/health", port=port, time_scale=time_scale, seed=seed)
+        await _wait_ready(ready, arm.ready_timeout_ns, process, log)
+        origin = parse_origin(ready)
+        yield Running(f"{origin.scheme}://{origin.authority}", log)
+    finally:
+        await stop(process)
+
+
+async def _start(words: list[str], env: Mapping[str, str], log: Path) -> asyncio.subprocess.Process:
+    with log.open("wb") as out:
+        try:
+            return await asyncio.create_subprocess_exec(
+                *words, stdin=asyncio.subprocess.DEVNULL, stdout=out, stderr=out, env={**os.environ, **env}, start_new_session=True
+            )
+        except OSError as error:
+            raise Environment(f"cannot start {shlex.join(words)}: {error}") from error
+
+
+async def _wait_ready(url: str, timeout_ns: int, process: asyncio.subprocess.Process | None, log: Path) -> None:
+    origin = parse_origin(url)
+    root = Origin(origin.scheme, origin.host, origin.port)
+    try:
+        async with asyncio.timeout(timeout_ns / 1e9):
+            while not await _answers(root, origin.prefix or "/"):
+                if process is not None and process.returncode is not None:
+                    raise Environment(f"the server exited with {process.returncode} before it was ready{_tail(log)}")
+                await asyncio.sleep(READY_POLL_NS / 1e9)
+    except TimeoutError:
+        raise Environment(f"{url} did not answer 200 within {format_duration(timeout_ns)}{_tail(log)}") from None
+
+
+async def _answers(origin: Origin, path: str) -> bool:
+    try:
+        return (await fetch(origin, "GET", path, {})).status == 200
+    except (OSError, ConnectionCut, MalformedResponse):
+        return False
+
+
+async def stop(process: asyncio.subprocess.Process) -> None:
+    """End the whole group: SIGTERM, then SIGKILL for what is left. Safe to cancel: then SIGKILL comes at once."""
+    try:
+        _signal_group(process.pid, signal.SIGTERM)
+        async with asyncio.timeout(TERM_PATIENCE_NS / 1e9):
+            await process.wait()
+    except TimeoutError:
+        pass
+    finally:
+        _signal_group(process.pid, signal.SIGKILL)
+    await process.wait()
+
+
+def _signal_group(pgid: int, number: int) -> None:
+    try:
+        os.killpg(pgid, number)
+    except ProcessLookupError:
+        pass
+
+
+def count_patterns(log: Path | None, patterns: Mapping[str, str]) -> dict[str, int]:
+    """How often each pattern matches a line of the log."""
+    counts = dict.fromkeys(patterns, 0)
+    if log is None or not log.exists():
+        return counts
+    compiled = {name: re.compile(pattern) for name, pattern in patterns.items()}
+    with log.open("rb") as source:
+        for line in source.read(LOG_SCAN_LIMIT_BYTES).decode("utf-8", "replace").splitlines():
+            for name, pattern in compiled.items():
+                counts[name] += bool(pattern.search(line))
+    return counts
+
+
+def _tail(log: Path) -> str:
+    if not log.exists():
+        return ""
+    text = log.read_bytes()[-LOG_TAIL_BYTES:].decode("utf-8", "replace").strip()
+    return f"; the end of its log:\n{text}" if text else ""

@@ -1,0 +1,308 @@
+"""One generation request, from its first byte to its end, with an exact record of what the client saw."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from windtunnel.lab.connection import Connection, ConnectionCut, How, MalformedResponse, request_bytes
+from windtunnel.lab.plan import Api, Moment, Trigger
+from windtunnel.lab.record import Ask, End, StreamRecord
+from windtunnel.lab.target import Target
+
+FRAME_LIMIT_BYTES = 4 * 1024 * 1024
+ERROR_TEXT_LIMIT = 300
+
+
+@dataclass(slots=True)
+class Session:
+    """What the requests of one storm share. Owned by the storm; requests only count themselves in and out."""
+
+    target: Target
+    timeout_ns: int
+    linger_ns: int
+    start_ns: int = field(default_factory=time.monotonic_ns)
+    clients: int = 0
+    opened: int = 0
+    last_closed_ns: int = 0
+
+    def now_ns(self) -> int:
+        return time.monotonic_ns() - self.start_ns
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """How and when this client leaves. `cue` is waited for in states that only the target can tell."""
+
+    how: How
+    when: Trigger
+    cue: asyncio.Event | None = None
+    gate: "Gate | None" = None
+
+
+class Gate:
+    """Lets nobody go before all have come. Whoever ends early counts as come; after `timeout_ns` everybody may go."""
+
+    def __init__(self, expected: int, timeout_ns: int) -> None:
+        self._missing = expected
+        self._timeout_ns = timeout_ns
+        self._open = asyncio.Event()
+
+    def count_in(self) -> None:
+        self._missing -= 1
+        if self._missing <= 0:
+            self._open.set()
+
+    async def passed(self) -> None:
+        try:
+            async with asyncio.timeout(self._timeout_ns / 1e9):
+                await self._open.wait()
+        except TimeoutError:
+            self._open.set()
+
+
+def request_body(target: Target, ask: Ask) -> bytes:
+    """The JSON of a request, as it is sent."""
+    prompt: dict[str, Any] = (
+        {"messages": [{"role": "user", "content": ask.prompt}]} if ask.api is Api.CHAT else {"prompt": ask.prompt}
+    )
+    options = {"max_tokens": ask.max_tokens, "temperature": 0, "ignore_eos": True, "stream": ask.stream}
+    return json.dumps({"model": target.model, **prompt, **options}).encode()
+
+
+async def run_request(session: Session, ask: Ask, leave: Leave | None = None) -> StreamRecord:
+    """Send one request and follow it to its end, or leave it as `leave` says. Every failure of the target is a value."""
+    recorder = _Recorder(session, ask)
+    session.clients += 1
+    session.opened += 1
+    try:
+        async with asyncio.timeout(session.timeout_ns / 1e9):
+            await _exchange(session, recorder, leave)
+    except TimeoutError:
+        recorder.failed(End.TIMEOUT, f"no end within {session.timeout_ns / 1e9:g} s")
+    except ConnectionCut as error:
+        recorder.failed(End.CUT, str(error))
+    except MalformedResponse as error:
+        recorder.failed(End.MALFORMED, str(error))
+    except OSError as error:
+        recorder.failed(End.REFUSED, str(error))
+    finally:
+        session.clients -= 1
+        session.last_closed_ns = session.now_ns()
+        if leave is not None and leave.gate is not None and not recorder.at_gate:
+            leave.gate.count_in()
+    return recorder.record()
+
+
+async def _exchange(session: Session, recorder: "_Recorder", leave: Leave | None) -> None:
+    target, ask = session.target, recorder.ask
+    data = request_bytes("POST", target.origin, target.path(ask.api), target.headers, request_body(target, ask))
+    connection = await Connection.open(target.origin)
+    try:
+        if leave is not None and leave.when.moment is Moment.INCOMPLETE:
+            await connection.send(data[:-1])
+            await _go(connection, recorder, leave, None)
+            return
+        await connection.send(data)
+        recorder.state = "sent"
+        reading = asyncio.ensure_future(_read(connection, recorder))
+        try:
+            await (reading if leave is None else _until_leaving(connection, recorder, leave, reading))
+        finally:
+            await _cancelled(reading)
+    finally:
+        connection.leave(How.FIN)
+
+
+async def _until_leaving(connection: Connection, recorder: "_Recorder", leave: Leave, reading: asyncio.Future[None]) -> None:
+    due = asyncio.ensure_future(_due(recorder, leave))
+    try:
+        await asyncio.wait({due, reading}, return_when=asyncio.FIRST_COMPLETED)
+        if reading.done():
+            await reading
+        else:
+            await due
+            await _go(connection, recorder, leave, reading)
+    finally:
+        await _cancelled(due)
+
+
+async def _due(recorder: "_Recorder", leave: Leave) -> None:
+    """Returns when this client is in the state in which it leaves."""
+    moment = leave.when.moment
+    if moment is Moment.TOKENS:
+        recorder.tokens_wanted = leave.when.count
+        await recorder.enough.wait()
+    elif moment is Moment.HEAD:
+        await recorder.head_seen.wait()
+    elif moment is Moment.AFTER:
+        await asyncio.sleep(leave.when.after_ns / 1e9)
+    elif moment is Moment.QUEUED and leave.cue is not None:
+        await leave.cue.wait()
+    if leave.gate is not None:
+        recorder.at_gate = True
+        leave.gate.count_in()
+        await leave.gate.passed()
+
+
+async def _go(connection: Connection, recorder: "_Recorder", leave: Leave, reading: asyncio.Future[None] | None) -> None:
+    recorder.left()
+    connection.leave(leave.how)
+    if leave.how is How.HALF_CLOSE and reading is not None:
+        await asyncio.wait({reading}, timeout=recorder.session.linger_ns / 1e9)
+
+
+async def _cancelled(task: asyncio.Future[None]) -> None:
+    """End a task of our own; what it raised belongs to whoever awaited it before."""
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def _read(connection: Connection, recorder: "_Recorder") -> None:
+    head = await connection.head()
+    recorder.head(head.status)
+    if head.status != 200:
+        body = await connection.body(head)
+        recorder.ended(End.ERROR_STATUS, error=_shorten(body))
+    elif recorder.ask.stream:
+        await _read_stream(connection.parts(head), recorder)
+    else:
+        recorder.whole_answer(await connection.body(head))
+
+
+async def _read_stream(parts: AsyncIterator[bytes], recorder: "_Recorder") -> None:
+    buffer = b""
+    async for part in parts:
+        *frames, buffer = (buffer + part).replace(b"\r\n", b"\n").split(b"\n\n")
+        if len(buffer) > FRAME_LIMIT_BYTES:
+            raise MalformedResponse(f"an SSE frame over {FRAME_LIMIT_BYTES} bytes")
+        for frame in frames:
+            recorder.frame(frame)
+    recorder.stream_over(rest=buffer)
+
+
+def _shorten(body: bytes) -> str:
+    return body[:ERROR_TEXT_LIMIT].decode("utf-8", "replace")
+
+
+class _Recorder:
+    """Collects what one request sees. Owned by `run_request`; `record` makes the frozen value."""
+
+    def __init__(self, session: Session, ask: Ask) -> None:
+        self.session = session
+        self.ask = ask
+        self.state = "incomplete"
+        self.enough = asyncio.Event()
+        self.head_seen = asyncio.Event()
+        self.tokens_wanted = 0
+        self.at_gate = False
+        self._started_ns = session.now_ns()
+        self._status: int | None = None
+        self._head_ns: int | None = None
+        self._frame_ns: list[int] = []
+        self._texts: list[str] = []
+        self._finish_reason: str | None = None
+        self._done = False
+        self._end: End | None = None
+        self._error: str | None = None
+        self._left: tuple[str, int, int] | None = None
+
+    def head(self, status: int) -> None:
+        self._status = status
+        self._head_ns = self.session.now_ns()
+        self.state = "head"
+        self.head_seen.set()
+
+    def frame(self, frame: bytes) -> None:
+        """One SSE frame: comments and events without data mean nothing here."""
+        lines = [line[5:].strip() for line in frame.split(b"\n") if line.startswith(b"data:")]
+        if not lines:
+            return
+        data = b"\n".join(lines)
+        if data == b"[DONE]":
+            self._done = True
+            return
+        payload = _object(data)
+        if payload.get("error") is not None:
+            self._end = End.ERROR_FRAME
+            self._error = _shorten(data)
+        for choice in payload.get("choices") or ():
+            self._choice(choice)
+
+    def _choice(self, choice: dict[str, Any]) -> None:
+        delta = choice.get("delta") or choice.get("message") or {}
+        text = choice.get("text") or delta.get("content") or delta.get("reasoning") or ""
+        if text:
+            self._texts.append(text)
+            self._frame_ns.append(self.session.now_ns())
+            self.state = f"tokens:{len(self._frame_ns)}"
+        self._finish_reason = choice.get("finish_reason") or self._finish_reason
+        if self.tokens_wanted and len(self._frame_ns) >= self.tokens_wanted:
+            self.enough.set()
+
+    def whole_answer(self, body: bytes) -> None:
+        payload = _object(body)
+        for choice in payload.get("choices") or ():
+            self._choice(choice)
+        self._done = True
+        self.stream_over(rest=b"")
+
+    def stream_over(self, rest: bytes) -> None:
+        if self._end is End.ERROR_FRAME:
+            self._error = f"{self._error}{'' if self._done else ' (and no terminator)'}"
+        elif rest.strip():
+            self.ended(End.UNTERMINATED, error="the body ends inside a frame")
+        elif self._finish_reason and self._done:
+            self._end = End.FINISHED
+        else:
+            missing = "finish reason" if self._done else "terminator"
+            self.ended(End.UNTERMINATED, error=f"the body ends without {missing} after {len(self._frame_ns)} frames of text")
+
+    def ended(self, end: End, *, error: str) -> None:
+        self._end = end
+        self._error = error
+
+    def failed(self, end: End, error: str) -> None:
+        """What went wrong on the connection, unless this client had left before."""
+        if self._left is None:
+            self.ended(end, error=f"{error} (state {self.state})")
+
+    def left(self) -> None:
+        self._left = (self.state, self.session.now_ns(), len(self._words()))
+
+    def _words(self) -> tuple[str, ...]:
+        return tuple("".join(self._texts).split())
+
+    def record(self) -> StreamRecord:
+        words = self._words()
+        end = End.LEFT if self._left else self._end or End.CUT
+        state, left_ns, words_at_leaving = self._left or (None, None, len(words))
+        return StreamRecord(
+            ask=self.ask,
+            end=end,
+            started_ns=self._started_ns,
+            ended_ns=self.session.now_ns(),
+            status=self._status,
+            head_ns=self._head_ns,
+            frame_ns=tuple(self._frame_ns),
+            words=words,
+            finish_reason=self._finish_reason,
+            error=self._error,
+            left_in=state,
+            left_ns=left_ns,
+            words_after_leaving=len(words) - words_at_leaving,
+        )
+
+
+def _object(data: bytes) -> dict[str, Any]:
+    try:
+        payload = json.loads(data)
+    except ValueError:
+        raise MalformedResponse(f"not JSON: {_shorten(data)!r}") from None
+    if not isinstance(payload, dict):
+        raise MalformedResponse(f"not a JSON object: {_shorten(data)!r}")
+    return payload
+
+

@@ -1,0 +1,139 @@
+"""A storm as a JSON document: what experiments, reports and CI read. Plain dictionaries; the schema is in `schema/`."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from windtunnel.lab.findings import Finding, find, freed_after_ns, zombie_tokens
+from windtunnel.lab.plan import Role
+from windtunnel.lab.record import Sample, StormResult, StreamRecord
+
+LEAK_KEYS = ("running", "waiting", "kv_usage")
+SERIES_LIMIT = 4_000
+
+
+def storm_document(result: StormResult) -> dict[str, Any]:
+    """All of a storm that a reader needs, times in seconds from its start."""
+    return {
+        "engine_kind": result.kind,
+        "oracle": result.oracle,
+        "victims": _victims(result),
+        "bystanders": _bystanders(result),
+        "survivors": _streams(result.of(Role.SURVIVOR)),
+        "later_streams": _streams(result.of(Role.LATER)),
+        "leaked": _leaked(result),
+        "quiet_s": _seconds(result.quiet_ns),
+        "freed_after_s": _seconds(freed_after_ns(result)),
+        "zombie_tokens": zombie_tokens(result),
+        "baseline": {"gauges": dict(result.baseline.gauges)},
+        "series": _series(result.samples),
+        "counters": _counters(result),
+        "phases": [
+            {"name": phase.name, "start_s": _seconds(phase.started_ns), "end_s": _seconds(phase.ended_ns)} for phase in result.phases
+        ],
+        "events": _events(result),
+        "findings": finding_documents(find(result)),
+        "interrupted": result.interrupted,
+        "notes": list(result.notes),
+    }
+
+
+def finding_documents(findings: Iterable[Finding]) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": one.name,
+            "severity": one.severity.value,
+            "usual_cause": one.cause,
+            "count": one.count,
+            "evidence": list(one.evidence),
+        }
+        for one in findings
+    ]
+
+
+def _victims(result: StormResult) -> dict[str, Any]:
+    victims = result.of(Role.VICTIM)
+    return {
+        "sent": len(victims),
+        "left": sum(victim.left_ns is not None for victim in victims),
+        "left_in": dict(Counter(victim.left_in for victim in victims if victim.left_in)),
+        "by_end": dict(Counter(victim.end.value for victim in victims)),
+    }
+
+
+def _bystanders(result: StormResult) -> dict[str, Any]:
+    statuses = Counter(str(one.status) if one.status is not None else "none" for one in result.bystanders)
+    return {
+        "sent": len(result.bystanders),
+        "non_200": sum(one.status != 200 for one in result.bystanders),
+        "harmed": sum(one.harmed for one in result.bystanders),
+        "by_status": dict(sorted(statuses.items())),
+    }
+
+
+def _streams(streams: tuple[StreamRecord, ...]) -> dict[str, Any]:
+    complete = sum(stream.complete for stream in streams)
+    return {
+        "sent": len(streams),
+        "complete": complete,
+        "lost": len(streams) - complete,
+        "by_end": dict(Counter(stream.end.value for stream in streams)),
+        "text_faults": dict(Counter(stream.fault.damage.value for stream in streams if stream.fault)),
+    }
+
+
+def _leaked(result: StormResult) -> dict[str, float | None]:
+    """Gauges above their baseline at the end: after the probe where one was needed; None where there is no such gauge.
+
+    A storm that became quiet has leaked nothing, whatever ran later.
+    """
+    keys = [*LEAK_KEYS, *(key for key, watch in result.watches.items() if watch in ("queue", "other"))]
+    base = result.baseline.gauges
+    end = result.final
+    if result.quiet_ns is not None:
+        return {key: 0.0 if key in base else None for key in keys}
+    if end is None:
+        return dict.fromkeys(keys, None)
+    return {key: round(end.gauges.get(key, 0.0) - base[key], 6) if key in base else None for key in keys}
+
+
+def _counters(result: StormResult) -> dict[str, float]:
+    """By how much each counter rose during the storm."""
+    usable = [sample for sample in result.samples if sample.usable]
+    last: Mapping[str, float] = usable[-1].counters if usable else {}
+    return {key: value - result.baseline.counters.get(key, 0.0) for key, value in last.items()}
+
+
+def _series(samples: tuple[Sample, ...]) -> list[dict[str, Any]]:
+    """The samples, thinned to at most `SERIES_LIMIT`."""
+    every = -(-len(samples) // SERIES_LIMIT) or 1
+    return [
+        {
+            "t_s": _seconds(sample.at_ns),
+            "phase": sample.phase,
+            "clients": sample.clients,
+            "gauges": dict(sample.gauges),
+            **({"error": sample.error} if sample.error else {}),
+        }
+        for sample in samples[::every]
+    ]
+
+
+def _events(result: StormResult) -> list[dict[str, Any]]:
+    """What a time line shows besides the gauges: victims leaving, bystanders and later streams ending."""
+    out: list[dict[str, Any]] = [
+        {"t_s": _seconds(stream.left_ns), "what": "left", "detail": stream.left_in} for stream in result.of(Role.VICTIM) if stream.left_ns
+    ]
+    out += [
+        {"t_s": _seconds(one.ended_ns), "what": "bystander", "kind": one.kind, "status": one.status, "ok": not one.harmed}
+        for one in result.bystanders
+    ]
+    out += [
+        {"t_s": _seconds(stream.ended_ns), "what": stream.ask.role.value, "end": stream.end.value, "ok": stream.complete}
+        for stream in result.of(Role.LATER, Role.SURVIVOR)
+    ]
+    return sorted(out, key=lambda event: float(event["t_s"]))
+
+
+def _seconds(ns: int | None) -> float | None:
+    return None if ns is None else round(ns / 1e9, 6)

@@ -1,0 +1,255 @@
+"""Runs an experiment: fresh servers for every trial, arms in an order drawn from the seed, one document at the end.
+
+Trials are paired: each pair runs both arms, in random order, with the same storm seed. Setting `stop` ends the storm in hand,
+stops its server, and the document says `inconclusive` with what there is.
+"""
+
+import asyncio
+import platform
+import shlex
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import windtunnel
+from windtunnel.lab.arms import count_patterns, running
+from windtunnel.lab.document import storm_document
+from windtunnel.lab.experiment_file import ArmName, Environment, Experiment
+from windtunnel.lab.plan import StormPlan, check_target_allowed
+from windtunnel.lab.connection import parse_origin
+from windtunnel.lab.storm import StormEvent, run_storm
+from windtunnel.lab.target import TargetError, find_model, make_target
+from windtunnel.lab.verdict import decide, effect_document, holds, observed
+
+FORMAT = 1
+RACE_PATTERN = "race_reports"
+ARMS: tuple[ArmName, ArmName] = ("control", "treatment")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How this run differs from the file. None: as the file says."""
+
+    trials: int | None = None
+    seed: int | None = None
+    time_scale: float = 1.0
+    commands: Mapping[str, str] | None = None
+    """Arm → command template that replaces the file's."""
+    ready_url: str | None = None
+    owned: bool = False
+    out: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """One step of a run, for whoever watches: `event` while a storm runs, `trial` when one has ended."""
+
+    arm: ArmName
+    trial: int
+    done: int
+    total: int
+    event: StormEvent | None = None
+    document: Mapping[str, Any] | None = None
+    error: str | None = None
+
+
+Watcher = Callable[[Progress], None]
+
+
+def with_options(experiment: Experiment, options: Options) -> Experiment:
+    """The experiment as it will be run; the effective values end up in the document."""
+    arms = {}
+    for name in ARMS:
+        arm = experiment.arm(name)
+        changes: dict[str, Any] = {}
+        command = (options.commands or {}).get(name)
+        if command is not None:
+            changes |= {"command": command, "url": None}
+        if options.ready_url is not None:
+            changes["ready_url"] = options.ready_url
+        arms[name] = arm.model_copy(update=changes)
+    changes = {"arms": experiment.arms.model_copy(update=arms)}
+    if options.trials is not None:
+        changes["trials"] = options.trials
+    if options.seed is not None:
+        changes["seed"] = options.seed
+    return experiment.model_copy(update=changes)
+
+
+def schedule(trials: int, seed: int) -> list[tuple[int, ArmName]]:
+    """Pairs of arms, each pair in an order drawn from the seed."""
+    random = Random(seed)
+    out: list[tuple[int, ArmName]] = []
+    for trial in range(trials):
+        pair = list(ARMS)
+        random.shuffle(pair)
+        out += [(trial, name) for name in pair]
+    return out
+
+
+async def run_experiment(
+    experiment: Experiment, options: Options, *, stop: asyncio.Event | None = None, watch: Watcher | None = None
+) -> dict[str, Any]:
+    """The document of a whole run. Raises Environment when an arm cannot be started in its first trial."""
+    experiment = with_options(experiment, options)
+    stop = stop or asyncio.Event()
+    started_at = datetime.now(UTC)
+    trials: dict[ArmName, list[dict[str, Any]]] = {name: [] for name in ARMS}
+    order = schedule(experiment.trials, experiment.seed)
+    with tempfile.TemporaryDirectory(prefix="windtunnel-") as scratch:
+        logs = options.out or Path(scratch)
+        for done, (trial, name) in enumerate(order):
+            if stop.is_set():
+                break
+            runner = _Trial(experiment, options, name, trial, logs, stop)
+            tell = _teller(watch, name, trial, done, len(order))
+            document = await runner.run(lambda event, tell=tell: tell(event=event), first=not trials[name])
+            trials[name].append({**document, "order": done})
+            tell(document=document, error=document["error"])
+    return make_document(experiment, options, trials, started_at, interrupted=stop.is_set())
+
+
+def _teller(watch: Watcher | None, name: ArmName, trial: int, done: int, total: int) -> Callable[..., None]:
+    def tell(**what: Any) -> None:
+        if watch is not None:
+            watch(Progress(name, trial, done, total, **what))
+
+    return tell
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """One arm once: server up, storm, server down, log read."""
+
+    experiment: Experiment
+    options: Options
+    name: ArmName
+    trial: int
+    logs: Path
+    stop: asyncio.Event
+
+    async def run(self, on_event: Callable[[StormEvent], None], *, first: bool) -> dict[str, Any]:
+        arm = self.experiment.arm(self.name)
+        log = self.logs / f"{self.name}-{self.trial + 1}.log"
+        seed = self.experiment.seed + self.trial
+        plan = self.experiment.storm.plan(seed=seed, time_scale=self.options.time_scale)
+        head = {"trial": self.trial + 1, "arm": self.name, "seed": seed}
+        try:
+            document = await self._storm(log, plan, on_event)
+            error = None
+        except (TargetError, Environment, ValueError) as failure:
+            if first:
+                raise Environment(f"{self.name}, trial {self.trial + 1}: {failure}") from failure
+            document, error = _empty_trial(), str(failure)
+        matches = count_patterns(log, arm.log_patterns)
+        races = matches.get(RACE_PATTERN, 0)
+        return {**head, **document, "race_reports": races, "log_matches": matches, "error": error}
+
+    async def _storm(self, log: Path, plan: StormPlan, on_event: Callable[[StormEvent], None]) -> dict[str, Any]:
+        arm = self.experiment.arm(self.name)
+        if arm.url is not None:
+            check_target_allowed(parse_origin(arm.url).host, owned=self.options.owned)
+        async with running(arm, log, time_scale=self.options.time_scale, seed=plan.seed) as server:
+            model = arm.model or await find_model(server.url, arm.headers)
+            target = make_target(server.url, model, headers=arm.headers, metrics_urls=arm.metrics_urls, watch=arm.watch)
+            return storm_document(await run_storm(target, plan, stop=self.stop, on_event=on_event))
+
+
+def _empty_trial() -> dict[str, Any]:
+    """A trial that could not be run: everything is there, and nothing was seen."""
+    none = {"sent": 0, "complete": 0, "lost": 0, "by_end": {}, "text_faults": {}}
+    return {
+        "engine_kind": None,
+        "oracle": False,
+        "victims": {"sent": 0, "left": 0, "left_in": {}, "by_end": {}},
+        "bystanders": {"sent": 0, "non_200": 0, "harmed": 0, "by_status": {}},
+        "survivors": none,
+        "later_streams": none,
+        "leaked": {"running": None, "waiting": None, "kv_usage": None},
+        "quiet_s": None,
+        "freed_after_s": None,
+        "zombie_tokens": 0,
+        "baseline": {"gauges": {}},
+        "series": [],
+        "counters": {},
+        "phases": [],
+        "events": [],
+        "findings": [],
+        "interrupted": None,
+        "notes": [],
+    }
+
+
+def valid(trials: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [trial for trial in trials if trial["error"] is None and trial["interrupted"] is None]
+
+
+def make_document(
+    experiment: Experiment,
+    options: Options,
+    trials: Mapping[ArmName, list[dict[str, Any]]],
+    started_at: datetime,
+    *,
+    interrupted: bool,
+) -> dict[str, Any]:
+    """Predictions, effect, verdict and findings over the trials there are."""
+    good = {name: valid(trials[name]) for name in ARMS}
+    predictions = [
+        {**one.model_dump(), "holds": holds(one, good[one.arm]), "observed": observed(one, good[one.arm])}
+        for one in experiment.predictions
+    ]
+    effect = effect_document(experiment.effect, good["control"], good["treatment"])
+    complete = not interrupted and all(good.values())
+    verdict, why = decide([one["holds"] for one in predictions], effect, complete=complete)
+    return {
+        "format": FORMAT,
+        "experiment": experiment.name,
+        "title": experiment.title,
+        "description": experiment.description.strip(),
+        "verdict": verdict,
+        "why": why,
+        "interrupted": interrupted,
+        "predictions": predictions,
+        "effect": effect,
+        "arms": {name: _arm_document(experiment, name, trials[name]) for name in ARMS},
+        "findings": _findings(trials),
+        "seed": experiment.seed,
+        "trials": experiment.trials,
+        "time_scale": options.time_scale,
+        "started_at": started_at.isoformat(timespec="seconds"),
+        "duration_s": round((datetime.now(UTC) - started_at).total_seconds(), 3),
+        "versions": _versions(),
+        "reproduce": reproduce(experiment, options),
+    }
+
+
+def _arm_document(experiment: Experiment, name: ArmName, trials: list[dict[str, Any]]) -> dict[str, Any]:
+    arm = experiment.arm(name)
+    return {"text": arm.text, "command": arm.command, "url": arm.url, "trials": trials}
+
+
+def _findings(trials: Mapping[ArmName, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Every finding of every trial, with where it was made."""
+    return [
+        {**finding, "arm": name, "trial": trial["trial"]} for name in ARMS for trial in trials[name] for finding in trial["findings"]
+    ]
+
+
+def _versions() -> dict[str, str]:
+    return {"windtunnel": windtunnel.__version__, "python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
+
+
+def reproduce(experiment: Experiment, options: Options) -> str:
+    """The command that runs this again, as a person would type it."""
+    words = ["windtunnel", "experiment", "run", experiment.name, "--trials", str(experiment.trials), "--seed", str(experiment.seed)]
+    if options.time_scale != 1.0:
+        words += ["--time-scale", f"{options.time_scale:g}"]
+    for name, command in (options.commands or {}).items():
+        words += [f"--{name}-cmd", command]
+    if options.ready_url:
+        words += ["--ready-url", options.ready_url]
+    return shlex.join(words)

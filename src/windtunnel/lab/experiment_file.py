@@ -1,0 +1,294 @@
+"""The experiment file: TOML in, frozen and validated values out. Errors name the key and, where it can be found, the line.
+
+Predictions and the compared effect are part of the file, so they are written down before the run. The schema is
+these models; pydantic refuses unknown keys and wrong types.
+"""
+
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from windtunnel.core.units import S, parse_duration_ns
+from windtunnel.lab.connection import How
+from windtunnel.lab.plan import (
+    COMPLETION_BYSTANDER,
+    METRICS_BYSTANDER,
+    Api,
+    BystanderKind,
+    Limits,
+    PlanError,
+    Shape,
+    StormPlan,
+    Trigger,
+    check_plan,
+    parse_trigger,
+)
+
+FILE_LIMIT_BYTES = 1024 * 1024
+BUILT_INS = "windtunnel.experiments"
+ArmName = Literal["control", "treatment"]
+
+
+class ExperimentError(ValueError):
+    """An experiment file that cannot be used."""
+
+
+class Environment(RuntimeError):
+    """The machine or the target does not let the experiment run: a command that does not start, a server that is never ready."""
+
+
+def _duration(value: object) -> object:
+    return parse_duration_ns(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else value
+
+
+def _trigger(value: object) -> object:
+    return parse_trigger(value) if isinstance(value, str) else value
+
+
+DurationNs = Annotated[int, BeforeValidator(_duration), Field(ge=0)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
+
+
+class ShapeSection(_Section):
+    api: Api = Api.COMPLETIONS
+    prompt_words: int = Field(16, ge=1)
+    max_tokens: int = Field(16, ge=1)
+    stream: bool = True
+
+    def shape(self) -> Shape:
+        return Shape(self.api, self.prompt_words, self.max_tokens, self.stream)
+
+
+class BystanderSection(_Section):
+    """A request of somebody else: either a path to GET or a generation."""
+
+    name: str
+    path: str | None = None
+    request: ShapeSection | None = None
+    expect_status: int = 200
+
+    @model_validator(mode="after")
+    def _one_of(self) -> "BystanderSection":
+        if (self.path is None) == (self.request is None):
+            raise ValueError("give either path (a GET) or request (a generation)")
+        return self
+
+    def kind(self) -> BystanderKind:
+        return BystanderKind(self.name, self.path, self.request.shape() if self.request else None, self.expect_status)
+
+
+class StormSection(_Section):
+    """The storm plan; durations carry a unit and are multiplied by the time scale, except time-outs and deadlines."""
+
+    victims: int = 20
+    rounds: int = 1
+    survivors: int = 0
+    how: tuple[How, ...] = (How.FIN,)
+    when: Annotated[Trigger, BeforeValidator(_trigger)] = Trigger()
+    hold: bool = False
+    victim: ShapeSection = ShapeSection(max_tokens=256)
+    survivor: ShapeSection = ShapeSection(max_tokens=64)
+    bystanders: int = 40
+    bystander_kinds: tuple[BystanderSection, ...] | None = None
+    bystander_concurrency: int = 4
+    bystander_gap: DurationNs = 0
+    later: int = 20
+    later_request: ShapeSection = ShapeSection(max_tokens=16)
+    later_concurrency: int = 4
+    quiet_before_later: bool = True
+    sample_every: DurationNs = 50_000_000
+    quiet_deadline: DurationNs = 10 * S
+    observe: DurationNs = 0
+    request_timeout: DurationNs = 30 * S
+    oracle: Literal["auto", "on", "off"] = "auto"
+    max_requests: int = 2_000
+    max_concurrency: int = 256
+    max_duration: DurationNs = 300 * S
+
+    def plan(self, *, seed: int, time_scale: float) -> StormPlan:
+        def scaled(ns: int) -> int:
+            return round(ns * time_scale)
+
+        kinds = self.bystander_kinds
+        return StormPlan(
+            victims=self.victims,
+            rounds=self.rounds,
+            survivors=self.survivors,
+            how=self.how,
+            when=Trigger(self.when.moment, self.when.count, scaled(self.when.after_ns)),
+            hold=self.hold,
+            victim=self.victim.shape(),
+            survivor=self.survivor.shape(),
+            bystanders=self.bystanders,
+            bystander_kinds=(METRICS_BYSTANDER, COMPLETION_BYSTANDER) if kinds is None else tuple(one.kind() for one in kinds),
+            bystander_concurrency=self.bystander_concurrency,
+            bystander_gap_ns=scaled(self.bystander_gap),
+            later=self.later,
+            later_shape=self.later_request.shape(),
+            later_concurrency=self.later_concurrency,
+            quiet_before_later=self.quiet_before_later,
+            sample_every_ns=max(scaled(self.sample_every), 1_000_000),
+            quiet_deadline_ns=self.quiet_deadline,
+            observe_ns=scaled(self.observe),
+            request_timeout_ns=self.request_timeout,
+            oracle=self.oracle,
+            seed=seed,
+            limits=Limits(self.max_requests, self.max_concurrency, self.max_duration),
+        )
+
+
+class Arm(_Section):
+    """One arm: a command that the lab starts, or a server that is running already."""
+
+    text: str = ""
+    command: str | None = None
+    url: str | None = None
+    ready_url: str | None = None
+    ready_timeout_ns: DurationNs = Field(60 * S, alias="ready_timeout")
+    env: dict[str, str] = {}
+    log_patterns: dict[str, str] = {}
+    """Name → regular expression, counted by line in the arm's stdout and stderr."""
+    model: str | None = None
+    headers: dict[str, str] = {}
+    metrics_urls: tuple[str, ...] = ()
+    watch: tuple[str, ...] = ()
+
+    @model_validator(mode="after")
+    def _check(self) -> "Arm":
+        if (self.command is None) == (self.url is None):
+            raise ValueError("give either command or url")
+        for name, pattern in self.log_patterns.items():
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"log_patterns.{name} is not a regular expression: {error}") from None
+        return self
+
+
+class Arms(_Section):
+    control: Arm
+    treatment: Arm
+
+
+class Prediction(_Section):
+    """What will be seen, written down before the run.
+
+    `metric` is a path into a trial's document (`bystanders.non_200`, `leaked.running`, `counters.request_success{stop}`,
+    `findings.count`, `series.GAUGE.max`, `series.GAUGE.at(12s)`: that long after the last victim left). `value` is a
+    number or the path of another metric of the same trial. `over` folds the trials: it must hold in every one, in
+    any one, or for their sum or mean.
+    """
+
+    id: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
+    text: str
+    arm: ArmName
+    metric: str
+    operator: Literal["==", "!=", "<", "<=", ">", ">="]
+    value: float | str
+    over: Literal["every", "any", "total", "mean"] = "every"
+
+
+class Effect(_Section):
+    """What is compared between the arms: a rate when `of` is given (both are counts), else a mean over trials."""
+
+    metric: str
+    of: str | None = None
+    alpha: float = Field(0.05, gt=0, lt=1)
+
+
+class Experiment(_Section):
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
+    title: str
+    description: str = ""
+    trials: int = Field(3, ge=1, le=1_000)
+    seed: int = 0
+    arms: Arms
+    storm: StormSection = StormSection()
+    predictions: tuple[Prediction, ...] = Field(min_length=1)
+    effect: Effect
+
+    @model_validator(mode="after")
+    def _check(self) -> "Experiment":
+        ids = [prediction.id for prediction in self.predictions]
+        twice = {one for one in ids if ids.count(one) > 1}
+        if twice:
+            raise ValueError(f"predictions: the id {sorted(twice)[0]!r} is used twice")
+        check_plan(self.storm.plan(seed=0, time_scale=1.0))
+        return self
+
+    def arm(self, name: ArmName) -> Arm:
+        return self.arms.control if name == "control" else self.arms.treatment
+
+
+def built_ins() -> dict[str, str]:
+    """Name → text of every built-in experiment file."""
+    files = sorted(resources.files(BUILT_INS).iterdir(), key=lambda one: one.name)
+    return {one.name.removesuffix(".toml"): one.read_text("utf-8") for one in files if one.name.endswith(".toml")}
+
+
+def load(name_or_path: str) -> Experiment:
+    """A built-in by name, or a file. Raises ExperimentError."""
+    known = built_ins()
+    if name_or_path in known:
+        return parse(known[name_or_path], name_or_path)
+    path = Path(name_or_path)
+    if not path.is_file():
+        raise ExperimentError(f"no built-in experiment and no file is called {name_or_path!r}; built in: {', '.join(known) or 'none'}")
+    if path.stat().st_size > FILE_LIMIT_BYTES:
+        raise ExperimentError(f"{name_or_path}: over {FILE_LIMIT_BYTES} bytes")
+    return parse(path.read_text("utf-8"), name_or_path)
+
+
+def parse(text: str, source: str) -> Experiment:
+    """Raises ExperimentError with one line per problem: `source:line: key: what is wrong`."""
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ExperimentError(f"{source}: not TOML: {error}") from None
+    try:
+        return Experiment.model_validate(data)
+    except PlanError as error:
+        raise ExperimentError(f"{source}: storm.{error}") from None
+    except ValidationError as error:
+        raise ExperimentError("\n".join(_problem(one, text, source) for one in error.errors())) from None
+
+
+def _problem(problem: Mapping[str, Any], text: str, source: str) -> str:
+    where = [part for part in problem["loc"] if not (isinstance(part, str) and part.startswith(("function-", "float", "str")))]
+    line = find_line(text, where)
+    key = ".".join(str(part) for part in where) or "the file"
+    message = str(problem["msg"]).removeprefix("Value error, ")
+    return f"{source}:{line}: {key}: {message}" if line else f"{source}: {key}: {message}"
+
+
+_TABLE = re.compile(r"^\s*(\[{1,2})\s*([^\]]+?)\s*\]{1,2}")
+
+
+def find_line(text: str, where: Sequence[str | int]) -> int | None:
+    """The line of the innermost part of a key path that is written in the file: its key, or else its table."""
+    wanted = [str(part) for part in where]
+    best, depth = None, 0
+    table: list[str] = []
+    seen: dict[str, int] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        header = _TABLE.match(line)
+        if header:
+            table = header[2].replace('"', "").split(".")
+            if header[1] == "[[":
+                seen[header[2]] = seen.get(header[2], -1) + 1
+                table.append(str(seen[header[2]]))
+            path = table
+        else:
+            key = re.match(r'\s*"?([\w.:-]+)"?\s*=', line)
+            path = [*table, *key[1].split(".")] if key else []
+        if path and wanted[: len(path)] == path and len(path) > depth:
+            best, depth = number, len(path)
+    return best

@@ -1,0 +1,263 @@
+"""What a storm's result means: named findings, each with its evidence.
+
+Every finding is one row of a table and one pure function over a `StormResult`. A function returns its evidence, one
+sentence per observation, or nothing. Leaks need a storm that ran to its end and a target whose gauges are known.
+
+Told apart: a gauge that stays up is a *leak* when a probe request leaves it there and no tokens are made meanwhile; it
+is *stale* when the probe brings it back; and when tokens are still being made it is work for a client that has gone
+(`zombie_tokens`, `late_cancel`).
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from windtunnel.lab.plan import Role
+from windtunnel.lab.record import Damage, End, Sample, StormResult, StreamRecord
+from windtunnel.lab.sampler import KV_TOLERANCE
+from windtunnel.lab.target import GENERATION_TOKENS
+
+EVIDENCE_LIMIT = 12
+
+
+class Severity(Enum):
+    HIGH = "high"
+    MEDIUM = "medium"
+    LOW = "low"
+
+
+@dataclass(frozen=True, slots=True)
+class FindingKind:
+    name: str
+    severity: Severity
+    cause: str
+    """The usual cause, in one line."""
+    look: Callable[[StormResult], Iterator[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    name: str
+    severity: Severity
+    cause: str
+    evidence: tuple[str, ...]
+    """At most `EVIDENCE_LIMIT` sentences, then how many more there were."""
+    count: int
+
+
+def find(result: StormResult) -> tuple[Finding, ...]:
+    """All findings of one storm, in the order of the table."""
+    out = []
+    for kind in KINDS:
+        evidence = list(kind.look(result))
+        if evidence:
+            out.append(Finding(kind.name, kind.severity, kind.cause, _shorten(evidence), len(evidence)))
+    return tuple(out)
+
+
+def _shorten(evidence: list[str]) -> tuple[str, ...]:
+    rest = len(evidence) - EVIDENCE_LIMIT
+    return tuple(evidence[:EVIDENCE_LIMIT]) + ((f"… and {rest} more",) if rest > 0 else ())
+
+
+def _bystander_error(result: StormResult) -> Iterator[str]:
+    for one in result.bystanders:
+        if one.status != one.expect_status or (one.error and not one.fault):
+            got = "no status" if one.status is None else f"status {one.status}"
+            yield f"{one.kind} at {_s(one.sent_ns)}: {got} instead of {one.expect_status}{_why(one.error)}"
+    for stream in _unrelated(result):
+        if stream.end is End.ERROR_STATUS:
+            yield f"{_name(stream)}: status {stream.status} instead of 200{_why(stream.error)}"
+    for sample in result.samples:
+        if sample.status not in (200, None):
+            yield f"metrics sample at {_s(sample.at_ns)}: status {sample.status} instead of 200"
+
+
+def _crossed_stream(result: StormResult) -> Iterator[str]:
+    for stream in result.streams:
+        fault = stream.fault
+        if fault is not None and fault.damage is Damage.FOREIGN:
+            yield f"{_name(stream)}: word {fault.position} is {fault.have!r}, which belongs to {_owner(result, fault.owner)}"
+
+
+def _corrupt_stream(result: StormResult) -> Iterator[str]:
+    for stream in result.streams:
+        fault = stream.fault
+        if fault is not None and fault.damage is not Damage.FOREIGN:
+            got = f"{fault.have!r} instead of {fault.want!r}" if fault.have else f"nothing, {fault.want!r} is due"
+            yield f"{_name(stream)}: {fault.damage.value} at word {fault.position} of {stream.ask.max_tokens}: {got}"
+
+
+def _unterminated_stream(result: StormResult) -> Iterator[str]:
+    bad = {End.CUT, End.UNTERMINATED, End.MALFORMED} | ({End.TIMEOUT} if not any(_wedged(result)) else set())
+    for stream in _unrelated(result):
+        if stream.end in bad:
+            yield f"{_name(stream)}: {stream.end.value} after {len(stream.words)} words{_why(stream.error)}"
+
+
+def _hidden_error(result: StormResult) -> Iterator[str]:
+    for stream in _unrelated(result):
+        if stream.end is End.ERROR_FRAME:
+            yield f"{_name(stream)}: an error under status {stream.status}{_why(stream.error)}"
+
+
+def _slot_leak(result: StormResult) -> Iterator[str]:
+    return _leak(result, "running", "other")
+
+
+def _queue_orphan(result: StormResult) -> Iterator[str]:
+    return _leak(result, "waiting", "queue")
+
+
+def _kv_leak(result: StormResult) -> Iterator[str]:
+    return _leak(result, "kv_usage")
+
+
+def _leak(result: StormResult, *watches: str) -> Iterator[str]:
+    sample = result.after_probe
+    if sample is None or _still_working(result):
+        return
+    for key, rise in _over(result, sample).items():
+        if result.watches[key] in watches:
+            yield (
+                f"{key} is {sample.gauges[key]:g} (baseline {result.baseline.gauges.get(key, 0):g}, {rise:+g})"
+                f" {_s(sample.at_ns - last_leave_ns(result))} after the last client left, also after a probe request"
+            )
+
+
+def _stale_gauge(result: StormResult) -> Iterator[str]:
+    if result.at_deadline is None or result.after_probe is None:
+        return
+    after = _over(result, result.after_probe)
+    for key, rise in _over(result, result.at_deadline).items():
+        if key not in after:
+            yield f"{key} stayed {rise:+g} above its baseline until a probe request brought it back"
+
+
+def _zombie_tokens(result: StormResult) -> Iterator[str]:
+    made = zombie_tokens(result)
+    if made:
+        yield (
+            f"{made:g} tokens were generated while no client was connected,"
+            f" more than {_s(result.cancel_grace_ns)} after the last one had gone"
+        )
+
+
+def _late_cancel(result: StormResult) -> Iterator[str]:
+    left_ns = last_leave_ns(result)
+    if not left_ns or result.interrupted:
+        return
+    freed_ns = freed_after_ns(result)
+    if freed_ns is None and _still_working(result):
+        yield f"still running {_s(result.samples[-1].at_ns - left_ns)} after the last victim left"
+    elif freed_ns is not None and freed_ns > result.cancel_grace_ns and not result.after_probe:
+        yield f"requests of victims ran on for {_s(freed_ns)}; {_s(result.cancel_grace_ns)} are allowed"
+
+
+def _wedged(result: StormResult) -> Iterator[str]:
+    hung = (End.TIMEOUT, End.REFUSED)
+    later = result.of(Role.LATER)
+    if later and all(stream.end in hung for stream in later):
+        yield f"none of {len(later)} later streams was answered: {dict(Counter(stream.end.value for stream in later))}"
+    for stream in result.of(Role.PROBE):
+        if stream.end in hung:
+            yield f"{_name(stream)}: {stream.end.value}{_why(stream.error)}"
+
+
+KINDS: tuple[FindingKind, ...] = (
+    FindingKind(
+        "bystander_error", Severity.HIGH, "a task that outlives its handler writes into an object that serves someone else", _bystander_error
+    ),
+    FindingKind(
+        "crossed_stream", Severity.HIGH, "two requests share a buffer, an id or a KV block, so one gets the other's words", _crossed_stream
+    ),
+    FindingKind("corrupt_stream", Severity.HIGH, "output is lost, repeated or overwritten between engine and socket", _corrupt_stream),
+    FindingKind(
+        "unterminated_stream", Severity.HIGH, "an exception ends the body without error frame and terminator", _unterminated_stream
+    ),
+    FindingKind("hidden_error", Severity.MEDIUM, "the head leaves before the request has been checked by the engine", _hidden_error),
+    FindingKind("slot_leak", Severity.HIGH, "the abort is lost or overwritten, so the request is never removed", _slot_leak),
+    FindingKind("kv_leak", Severity.HIGH, "blocks are not freed on the abort path, or are freed only with their request", _kv_leak),
+    FindingKind(
+        "queue_orphan", Severity.HIGH, "an abort reaches the running list only, or a later state overwrites its failure", _queue_orphan
+    ),
+    FindingKind("stale_gauge", Severity.LOW, "gauges are written only when a step runs, and no step follows the abort", _stale_gauge),
+    FindingKind("zombie_tokens", Severity.HIGH, "nobody tells the engine that the client has gone", _zombie_tokens),
+    FindingKind("late_cancel", Severity.MEDIUM, "the disconnect is noticed only by polling or by a failed write", _late_cancel),
+    FindingKind("wedged", Severity.HIGH, "a lock, slot or worker is held by a request that has gone", _wedged),
+)
+
+
+def last_leave_ns(result: StormResult) -> int:
+    """When the last victim left; 0 when none did."""
+    return max((stream.left_ns for stream in result.streams if stream.left_ns is not None), default=0)
+
+
+def freed_after_ns(result: StormResult) -> int | None:
+    """From the last victim's leaving to the first sample whose running and waiting are all accounted for.
+
+    Requests of ours that are open count as theirs, so the answer is never too late on their account.
+    """
+    left_ns = last_leave_ns(result)
+    base = result.baseline.gauges
+    for sample in result.samples:
+        if sample.at_ns >= left_ns and sample.usable:
+            live = sum(sample.gauges.get(key, 0) - base.get(key, 0) for key in ("running", "waiting"))
+            if live <= sample.clients:
+                return sample.at_ns - left_ns
+    return None
+
+
+def zombie_tokens(result: StormResult) -> float:
+    """Tokens generated between samples that saw no client, later than the grace after the last one was seen."""
+    made, idle_since_ns = 0.0, None
+    usable = [sample for sample in result.samples if sample.usable and GENERATION_TOKENS in sample.counters]
+    for before, after in zip(usable, usable[1:], strict=False):
+        if before.clients or after.clients or before.opened != after.opened:
+            idle_since_ns = None
+            continue
+        idle_since_ns = before.at_ns if idle_since_ns is None else idle_since_ns
+        if before.at_ns - idle_since_ns >= result.cancel_grace_ns:
+            made += max(0.0, after.counters[GENERATION_TOKENS] - before.counters[GENERATION_TOKENS])
+    return made
+
+
+def _still_working(result: StormResult) -> bool:
+    """Whether tokens were being made for nobody in the last samples before the deadline."""
+    if result.at_deadline is None:
+        return False
+    since_ns = result.at_deadline.at_ns - max(result.cancel_grace_ns, 3 * result.plan.sample_every_ns)
+    window = [s for s in result.samples if s.usable and since_ns <= s.at_ns <= result.at_deadline.at_ns and not s.clients]
+    if len(window) < 2:
+        return False
+    return window[-1].counters.get(GENERATION_TOKENS, 0) > window[0].counters.get(GENERATION_TOKENS, 0)
+
+
+def _over(result: StormResult, sample: Sample) -> dict[str, float]:
+    out = {}
+    for key, watch in result.watches.items():
+        rise = sample.gauges.get(key, 0.0) - result.baseline.gauges.get(key, 0.0)
+        if rise > (KV_TOLERANCE if watch == "kv_usage" else 0.0):
+            out[key] = rise
+    return out
+
+
+def _unrelated(result: StormResult) -> tuple[StreamRecord, ...]:
+    return result.of(Role.SURVIVOR, Role.LATER)
+
+
+def _owner(result: StormResult, tag: int | None) -> str:
+    return next((_name(stream) for stream in result.streams if stream.ask.tag == tag), f"request {tag}")
+
+
+def _name(stream: StreamRecord) -> str:
+    return f"{stream.ask.role.value} [wt:{stream.ask.tag:x}] sent at {_s(stream.started_ns)}"
+
+
+def _why(error: str | None) -> str:
+    return f" ({error})" if error else ""
+
+
+def _s(ns: int) -> str:
+    return f"{ns / 1e9:.3f} s"

@@ -1,0 +1,218 @@
+"""What a storm is: frozen values, checked before a byte is sent."""
+
+import ipaddress
+from dataclasses import dataclass, field
+from enum import Enum
+
+from windtunnel.core.units import MS, S, format_duration, parse_duration_ns
+from windtunnel.lab.connection import How
+
+
+class Role(Enum):
+    """What a request is for."""
+
+    PROBE = "probe"
+    VICTIM = "victim"
+    SURVIVOR = "survivor"
+    BYSTANDER = "bystander"
+    LATER = "later"
+
+
+class Moment(Enum):
+    """The state a victim is in when it leaves.
+
+    `QUEUED` is inferred: no word has come and the target's waiting gauge is above its baseline. The others are seen by the
+    client itself.
+    """
+
+    INCOMPLETE = "incomplete"
+    SENT = "sent"
+    QUEUED = "queued"
+    HEAD = "head"
+    TOKENS = "tokens"
+    AFTER = "after"
+
+
+class Api(Enum):
+    COMPLETIONS = "completions"
+    CHAT = "chat"
+
+    @property
+    def path(self) -> str:
+        return {"completions": "/v1/completions", "chat": "/v1/chat/completions"}[self.value]
+
+
+class PlanError(ValueError):
+    """A plan that cannot or must not be run; the message names the field and the way out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trigger:
+    """When a victim leaves. `count` belongs to TOKENS, `after_ns` to AFTER."""
+
+    moment: Moment = Moment.TOKENS
+    count: int = 3
+    after_ns: int = 0
+
+    def __str__(self) -> str:
+        tail = {Moment.TOKENS: f":{self.count}", Moment.AFTER: f":{format_duration(self.after_ns)}"}
+        return self.moment.value + tail.get(self.moment, "")
+
+
+def parse_trigger(text: str) -> Trigger:
+    """`incomplete`, `sent`, `queued`, `head`, `tokens:3` or `after:50ms`."""
+    name, _, value = text.partition(":")
+    try:
+        if name == "tokens" and int(value) > 0:
+            return Trigger(Moment.TOKENS, count=int(value))
+        if name == "after":
+            return Trigger(Moment.AFTER, count=0, after_ns=parse_duration_ns(value))
+        if name in ("incomplete", "sent", "queued", "head") and not value:
+            return Trigger(Moment(name), count=0)
+    except ValueError:
+        pass
+    raise PlanError(f"when: {text!r} is none of incomplete, sent, queued, head, tokens:N (N > 0), after:DURATION (after:50ms)")
+
+
+def parse_hows(text: str) -> tuple[How, ...]:
+    """A comma list of fin, rst and half-close; victims take turns."""
+    try:
+        return tuple(How(part.strip()) for part in text.split(","))
+    except ValueError:
+        raise PlanError(f"how: {text!r} is not a comma list of fin, rst, half-close") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a generation request looks like."""
+
+    api: Api = Api.COMPLETIONS
+    prompt_words: int = 16
+    max_tokens: int = 16
+    stream: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class BystanderKind:
+    """A request of somebody else, and the status it must get. A shape makes it a generation, a path a GET."""
+
+    name: str
+    path: str | None = None
+    shape: Shape | None = None
+    expect_status: int = 200
+
+
+METRICS_BYSTANDER = BystanderKind("metrics", path="/metrics")
+COMPLETION_BYSTANDER = BystanderKind("completion", shape=Shape(max_tokens=8, stream=False))
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a storm may cost at most. Each has its own flag to raise it."""
+
+    max_requests: int = 2_000
+    max_concurrency: int = 256
+    max_duration_ns: int = 300 * S
+
+
+@dataclass(frozen=True, slots=True)
+class StormPlan:
+    """One storm. Durations in nanoseconds."""
+
+    victims: int = 20
+    rounds: int = 1
+    survivors: int = 0
+    how: tuple[How, ...] = (How.FIN,)
+    when: Trigger = Trigger()
+    hold: bool = False
+    """Bring all victims of a round into the state before any of them leaves."""
+    victim: Shape = Shape(max_tokens=256)
+    survivor: Shape = Shape(max_tokens=64)
+    bystanders: int = 40
+    bystander_kinds: tuple[BystanderKind, ...] = (METRICS_BYSTANDER, COMPLETION_BYSTANDER)
+    bystander_concurrency: int = 4
+    bystander_gap_ns: int = 0
+    """Pause of each bystander client between two requests."""
+    later: int = 20
+    later_shape: Shape = Shape(max_tokens=16)
+    later_concurrency: int = 4
+    quiet_before_later: bool = True
+    """Wait for quiet between the bystanders and the later streams, so that what the victims left is seen alone."""
+    sample_every_ns: int = 50 * MS
+    quiet_deadline_ns: int = 10 * S
+    observe_ns: int = 0
+    """Keep sampling for so long after the last victim has left, quiet or not."""
+    request_timeout_ns: int = 30 * S
+    linger_ns: int = 1 * S
+    """How long a half-closed victim still reads."""
+    oracle: str = "auto"
+    """`on`, `off`, or `auto`: on when the probe before the storm is answered in the oracle's words."""
+    seed: int = 0
+    limits: Limits = field(default_factory=Limits)
+
+    @property
+    def requests(self) -> int:
+        """How many requests the storm sends, samples and probes aside."""
+        return (self.victims + self.survivors) * self.rounds + self.bystanders + self.later
+
+    @property
+    def concurrency(self) -> int:
+        """The most requests that can be open at once."""
+        storm = self.victims + self.survivors * self.rounds + self.bystander_concurrency
+        return max(storm, self.later_concurrency)
+
+
+_AT_LEAST = {
+    "victims": 0, "rounds": 1, "survivors": 0, "bystanders": 0, "bystander_concurrency": 1, "later": 0, "later_concurrency": 1,
+    "sample_every_ns": MS, "quiet_deadline_ns": 0, "observe_ns": 0, "request_timeout_ns": MS, "bystander_gap_ns": 0, "linger_ns": 0,
+}  # fmt: skip
+
+
+def check_plan(plan: StormPlan) -> None:
+    """Raises PlanError naming the first field that is wrong."""
+    for name, least in _AT_LEAST.items():
+        if getattr(plan, name) < least:
+            raise PlanError(f"{name}: {getattr(plan, name)} is below {least}")
+    for name in ("victim", "survivor", "later_shape"):
+        _check_shape(name, getattr(plan, name))
+    if not plan.how:
+        raise PlanError("how: at least one of fin, rst, half-close")
+    if plan.oracle not in ("auto", "on", "off"):
+        raise PlanError(f"oracle: {plan.oracle!r} is none of auto, on, off")
+    if not plan.victim.stream and plan.when.moment in (Moment.TOKENS, Moment.HEAD):
+        raise PlanError(f"when: {plan.when} needs a streaming victim; without streaming use after:DURATION, sent or queued")
+    if plan.bystanders and not plan.bystander_kinds:
+        raise PlanError("bystander_kinds: empty, but bystanders are asked for")
+    _check_limits(plan)
+
+
+def _check_shape(name: str, shape: Shape) -> None:
+    if not 1 <= shape.max_tokens <= 1_000_000:
+        raise PlanError(f"{name}.max_tokens: {shape.max_tokens} is not in 1…1000000")
+    if not 1 <= shape.prompt_words <= 1_000_000:
+        raise PlanError(f"{name}.prompt_words: {shape.prompt_words} is not in 1…1000000")
+
+
+def _check_limits(plan: StormPlan) -> None:
+    limits = plan.limits
+    if plan.requests > limits.max_requests:
+        raise PlanError(f"{plan.requests} requests are over the limit of {limits.max_requests}; raise it with --max-requests")
+    if plan.concurrency > limits.max_concurrency:
+        raise PlanError(
+            f"{plan.concurrency} requests at once are over the limit of {limits.max_concurrency}; raise it with --max-concurrency"
+        )
+
+
+def check_target_allowed(host: str, *, owned: bool) -> None:
+    """Only this machine may be stormed without the explicit word of whoever owns the target."""
+    if not (owned or is_local(host)):
+        raise PlanError(f"{host} is not this machine: a storm needs --i-own-this-target")
+
+
+def is_local(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,144 @@
+"""What a person sees in the terminal. Everything goes to stderr, so that `--json` leaves stdout to one document."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from windtunnel.lab.experiment import Progress
+    from windtunnel.lab.storm import StormEvent
+
+_STYLES = {"confirmed": "bold green", "refuted": "bold red", "mixed": "bold yellow", "inconclusive": "bold blue"}
+_SEVERITIES = {"high": "red", "medium": "yellow", "low": "cyan"}
+_PHASES = {
+    "baseline": "reading the baseline",
+    "storm": "victims are leaving",
+    "bystanders": "asking as a bystander",
+    "later": "counting later streams",
+    "quiet": "waiting for quiet metrics",
+    "probe": "asking once more",
+    "observe": "observing",
+}
+
+
+def _console() -> "Console":
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False)
+
+
+@contextmanager
+def storm_watch() -> "Iterator[Callable[[StormEvent], None]]":
+    console = _console()
+    with console.status("connecting") as status:
+        yield lambda event: status.update(f"{_PHASES.get(event.phase, event.phase)} [dim]{event.at_ns / 1e9:.1f} s")
+
+
+@contextmanager
+def experiment_watch(title: str) -> "Iterator[Callable[[Progress], None]]":
+    console = _console()
+    console.print(f"[bold]{title}")
+    with console.status("starting") as status:
+
+        def tell(progress: "Progress") -> None:
+            head = f"{progress.arm}, trial {progress.trial + 1} [dim]({progress.done + 1} of {progress.total})[/]"
+            if progress.event is not None:
+                status.update(f"{head}: {_PHASES.get(progress.event.phase, progress.event.phase)}")
+            elif progress.document is not None:
+                console.print(f"  {head}: {_trial_line(progress.document)}")
+
+        yield tell
+
+
+def _trial_line(trial: Mapping[str, Any]) -> str:
+    if trial["error"]:
+        return f"[red]could not be run: {trial['error']}"
+    bystanders, later = trial["bystanders"], trial["later_streams"]
+    harmed = f"[red]{bystanders['harmed']}[/]" if bystanders["harmed"] else "0"
+    return f"{harmed} of {bystanders['sent']} bystanders harmed, {later['complete']} of {later['sent']} later streams complete"
+
+
+def print_storm(document: Mapping[str, Any]) -> None:
+    """A storm in words, on stdout."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    victims, bystanders, later = document["victims"], document["bystanders"], document["later_streams"]
+    console.print(f"{victims['left']} of {victims['sent']} victims left; {_trial_line({**document, 'error': None})}")
+    quiet = document["quiet_s"]
+    leaked = ", ".join(f"{name} {value:+g}" for name, value in document["leaked"].items() if value)
+    console.print(f"leaked: {leaked or 'nothing'}; {'never quiet again' if quiet is None else f'quiet at {quiet:.2f} s'}")
+    for note in document["notes"]:
+        console.print(f"[dim]note: {note}")
+    _print_findings(console, document["findings"])
+    if not (document["findings"] or document["interrupted"]):
+        console.print(f"[bold green]clean[/]: {bystanders['sent']} bystanders and {later['sent']} later streams unharmed")
+    if document["interrupted"]:
+        console.print(f"[bold blue]interrupted[/]: {document['interrupted']}")
+
+
+def print_experiment(document: Mapping[str, Any], out: Path | None) -> None:
+    """The table, the predictions and the verdict, on stdout."""
+    from rich.console import Console
+    from rich.markup import escape
+
+    console = Console(highlight=False)
+    console.print(_table(document))
+    for one in document["predictions"]:
+        mark = {True: "[green]holds[/]", False: "[red]fails[/]", None: "[blue]undecided[/]"}[one["holds"]]
+        console.print(f"  {mark}  {escape(one['text'])} [dim]{escape(one['metric'])} {one['operator']} {one['value']}")
+    effect = document["effect"]
+    if effect["p_value"] is not None:
+        low, high = effect["ci95"] or (float("nan"), float("nan"))
+        console.print(
+            f"{effect['metric']}: control {effect['control']:.3g}, treatment {effect['treatment']:.3g},"
+            f" difference {effect['difference']:.3g} (95 % {low:.3g}…{high:.3g}), p = {effect['p_value']:.2g}"
+        )
+    names: dict[tuple[str, str], int] = {}
+    for finding in document["findings"]:
+        key = finding["arm"], finding["name"]
+        names[key] = names.get(key, 0) + 1
+    for (arm, name), trials in names.items():
+        console.print(f"finding in {arm}: [bold]{name}[/] in {trials} trial{'s' if trials > 1 else ''}")
+    verdict = document["verdict"]
+    console.print(f"[{_STYLES[verdict]}]{verdict}[/]: {document['why']}")
+    if out is not None:
+        console.print(f"report: {out / 'report.html'}", soft_wrap=True)
+
+
+def _table(document: Mapping[str, Any]) -> Any:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("arm", "trial", "bystanders harmed", "by status", "later complete", "leaked", "races"):
+        table.add_column(name, justify="left" if name in ("arm", "by status", "leaked") else "right")
+    for arm, content in document["arms"].items():
+        for trial in content["trials"]:
+            table.add_row(arm, str(trial["trial"]), *_cells(trial))
+    return table
+
+
+def _cells(trial: Mapping[str, Any]) -> list[str]:
+    bystanders, later = trial["bystanders"], trial["later_streams"]
+    statuses = " ".join(f"{status}×{count}" for status, count in bystanders["by_status"].items())
+    leaked = " ".join(f"{name} {value:+g}" for name, value in trial["leaked"].items() if value)
+    return [
+        f"{bystanders['harmed']} of {bystanders['sent']}",
+        statuses,
+        f"{later['complete']} of {later['sent']}",
+        leaked or "nothing",
+        str(trial["race_reports"]),
+    ]
+
+
+def _print_findings(console: "Console", findings: list[Mapping[str, Any]]) -> None:
+    from rich.markup import escape
+
+    for finding in findings:
+        style = _SEVERITIES[finding["severity"]]
+        console.print(f"[bold {style}]{finding['name']}[/] ({finding['severity']}; usual cause: {finding['usual_cause']})")
+        for line in finding["evidence"]:
+            console.print(f"  {escape(line)}", soft_wrap=True)

@@ -1,0 +1,174 @@
+"""What happened: frozen records of requests, samples and whole storms."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from windtunnel.lab.plan import Api, Role, StormPlan
+
+
+class End(Enum):
+    """How a request ended, as its client saw it. Exactly one applies."""
+
+    FINISHED = "finished"
+    """A finish reason, the terminator and the end of the body; without streaming: a whole answer."""
+    ERROR_STATUS = "error_status"
+    """A status other than 200 before the body."""
+    ERROR_FRAME = "error_frame"
+    """An error inside a 200 stream."""
+    UNTERMINATED = "unterminated"
+    """The body ended properly, but without finish reason or terminator."""
+    CUT = "cut"
+    """The connection ended inside the message."""
+    MALFORMED = "malformed"
+    """Not HTTP, not SSE or not JSON where that is due."""
+    REFUSED = "refused"
+    """No connection."""
+    TIMEOUT = "timeout"
+    LEFT = "left"
+    """The client left on purpose."""
+
+
+class Damage(Enum):
+    """What is wrong with a text."""
+
+    WRONG = "wrong"
+    MISSING = "missing"
+    DUPLICATED = "duplicated"
+    FOREIGN = "foreign"
+
+
+@dataclass(frozen=True, slots=True)
+class TextFault:
+    """The first place where a text is not what the oracle would have written."""
+
+    damage: Damage
+    position: int
+    have: str
+    want: str
+    owner: int | None = None
+    """The tag of the request that the foreign words belong to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One generation request of a storm."""
+
+    tag: int
+    role: Role
+    round: int
+    api: Api
+    prompt: str
+    max_tokens: int
+    stream: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StreamRecord:
+    """One generation request and all that its client saw. Times in nanoseconds from the start of the storm."""
+
+    ask: Ask
+    end: End
+    started_ns: int
+    ended_ns: int
+    status: int | None = None
+    head_ns: int | None = None
+    frame_ns: tuple[int, ...] = ()
+    """When each frame with text arrived."""
+    words: tuple[str, ...] = ()
+    finish_reason: str | None = None
+    error: str | None = None
+    fault: TextFault | None = None
+    left_in: str | None = None
+    """The state the client was in when it left: `incomplete`, `sent`, `head` or `tokens:N`."""
+    left_ns: int | None = None
+    words_after_leaving: int = 0
+    """Read after a half-close."""
+
+    @property
+    def complete(self) -> bool:
+        """Answered in full: a proper end and nothing wrong with the text."""
+        return self.end is End.FINISHED and self.fault is None
+
+
+@dataclass(frozen=True, slots=True)
+class BystanderRecord:
+    """One request of somebody else."""
+
+    kind: str
+    sent_ns: int
+    ended_ns: int
+    expect_status: int
+    status: int | None
+    error: str | None = None
+    """Why the answer is bad in spite of its status, or why there is none."""
+    tag: int | None = None
+    """Of a generation: its stream record carries the same tag."""
+    fault: TextFault | None = None
+
+    @property
+    def harmed(self) -> bool:
+        return self.status != self.expect_status or self.error is not None or self.fault is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The target's metrics at one instant. `clients` is how many generation requests of ours were open, at most."""
+
+    at_ns: int
+    phase: str
+    clients: int
+    opened: int
+    """How many generation requests had been opened so far; equal in two samples: none came and went between them."""
+    gauges: Mapping[str, float]
+    counters: Mapping[str, float]
+    status: int | None = 200
+    error: str | None = None
+
+    @property
+    def usable(self) -> bool:
+        return self.error is None
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    name: str
+    started_ns: int
+    ended_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class StormResult:
+    """Everything that one storm left behind."""
+
+    plan: StormPlan
+    kind: str
+    cancel_grace_ns: int
+    watches: Mapping[str, str]
+    """Gauge key → what it watches (`running`, `waiting`, `kv_usage`, `queue`, `other`)."""
+    baseline: Sample
+    oracle: bool
+    """Whether texts were checked against the oracle."""
+    streams: tuple[StreamRecord, ...]
+    """Victims, survivors, later streams and probes, in the order in which they ended."""
+    bystanders: tuple[BystanderRecord, ...]
+    samples: tuple[Sample, ...]
+    phases: tuple[Phase, ...]
+    quiet_ns: int | None
+    """When the target was quiet again after the storm; None: not before the deadline."""
+    at_deadline: Sample | None
+    """The last sample before the probe; None when it became quiet or nothing could be sampled."""
+    after_probe: Sample | None
+    """The sample after a probe request, taken only when it did not become quiet."""
+    interrupted: str | None = None
+    """Why the storm ended early."""
+    notes: tuple[str, ...] = field(default=())
+
+    def of(self, *roles: Role) -> tuple[StreamRecord, ...]:
+        return tuple(stream for stream in self.streams if stream.ask.role in roles)
+
+    @property
+    def final(self) -> Sample | None:
+        """The sample that leaks are read from."""
+        usable = [sample for sample in self.samples if sample.usable]
+        return self.after_probe or self.at_deadline or (usable[-1] if usable else None)

@@ -1,0 +1,139 @@
+"""Reads a target's metrics on a fixed cadence, with absolute deadlines so that it does not drift."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from windtunnel.lab.client import Session
+from windtunnel.lab.connection import Answer, ConnectionCut, MalformedResponse, fetch
+from windtunnel.lab.record import Sample
+from windtunnel.lab.target import (
+    Gauge,
+    Kind,
+    MetricsUrl,
+    Series,
+    Target,
+    TargetError,
+    Watch,
+    gauges_of,
+    parse_metrics,
+    read_counters,
+    read_gauges,
+    recognise,
+)
+
+SAMPLE_LIMIT = 100_000
+SCRAPE_TIMEOUT_NS = 5_000_000_000
+KV_TOLERANCE = 0.0005
+"""Usages are published rounded; two of them this close are equal."""
+
+
+class ScrapeError(Exception):
+    """A scrape that did not give metrics; `status` is None when there was no answer."""
+
+    def __init__(self, message: str, status: int | None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Sampler:
+    """Owns the samples of one storm. `phase` is set by the storm."""
+
+    def __init__(self, session: Session, kinds: Sequence[tuple[MetricsUrl, Kind]]) -> None:
+        self.samples: list[Sample] = []
+        self.phase = "baseline"
+        self.kinds = tuple(kinds)
+        self._session = session
+        self._listeners: list[Callable[[Sample], None]] = []
+
+    @property
+    def kind(self) -> Kind:
+        """The kind of the first source: the one whose grace applies."""
+        return self.kinds[0][1]
+
+    def gauges(self) -> dict[str, Gauge]:
+        watch = self._session.target.watch
+        return {gauge.key: gauge for _, kind in self.kinds for gauge in gauges_of(kind, watch)}
+
+    def listen(self, listener: Callable[[Sample], None]) -> None:
+        self._listeners.append(listener)
+
+    async def run(self, every_ns: int) -> None:
+        """Sample until cancelled. A slot that was missed is skipped, not caught up."""
+        due = self._session.now_ns()
+        while len(self.samples) < SAMPLE_LIMIT:
+            await self.sample()
+            due = max(due + every_ns, self._session.now_ns())
+            await asyncio.sleep((due - self._session.now_ns()) / 1e9)
+
+    async def sample(self) -> Sample:
+        """One sample, taken and told to the listeners."""
+        session = self._session
+        clients, opened, phase = session.clients, session.opened, self.phase
+        gauges: dict[str, float] = {}
+        counters: dict[str, float] = {}
+        status, error = None, None
+        at_ns = session.now_ns()
+        try:
+            for url, kind in self.kinds:
+                series = await scrape(session.target, url)
+                _add(gauges, read_gauges(series, gauges_of(kind, session.target.watch)))
+                _add(counters, read_counters(series, kind.counters))
+            status = 200
+        except ScrapeError as failure:
+            status, error = failure.status, str(failure)
+        if opened != session.opened:
+            opened = session.opened
+            clients = max(clients, session.clients) + 1
+        taken = Sample(at_ns, phase, max(clients, session.clients), opened, gauges, counters, status, error)
+        self.samples.append(taken)
+        for listener in self._listeners:
+            listener(taken)
+        return taken
+
+
+def is_quiet(sample: Sample, baseline: Sample, gauges: dict[str, Gauge]) -> bool:
+    """No watched gauge is above its baseline and none of our own requests is open."""
+    return sample.usable and not sample.clients and not excess(sample, baseline, gauges)
+
+
+def excess(sample: Sample, baseline: Sample, gauges: dict[str, Gauge]) -> dict[str, float]:
+    """By how much each gauge is above its baseline; gauges that are not are left out."""
+    over = {}
+    for key, gauge in gauges.items():
+        rise = sample.gauges.get(key, 0.0) - baseline.gauges.get(key, 0.0)
+        if rise > (KV_TOLERANCE if gauge.watch is Watch.KV else 0.0):
+            over[key] = rise
+    return over
+
+
+async def scrape(target: Target, url: MetricsUrl) -> list[Series]:
+    """The series of one source. Raises ScrapeError."""
+    try:
+        async with asyncio.timeout(SCRAPE_TIMEOUT_NS / 1e9):
+            answer: Answer = await fetch(url.origin, "GET", url.path, target.headers)
+    except TimeoutError:
+        raise ScrapeError(f"no answer within {SCRAPE_TIMEOUT_NS / 1e9:g} s", None) from None
+    except (OSError, ConnectionCut, MalformedResponse) as error:
+        raise ScrapeError(str(error), None) from error
+    if answer.status != 200:
+        raise ScrapeError(f"status {answer.status}", answer.status)
+    series = parse_metrics(answer.body.decode("utf-8", "replace"))
+    if not series:
+        raise ScrapeError("status 200, but no metrics in the body", answer.status)
+    return series
+
+
+async def recognise_sources(target: Target) -> list[tuple[MetricsUrl, Kind]]:
+    """The kind behind each metrics source. Raises TargetError for a source that cannot be read."""
+    out = []
+    for url in target.metrics:
+        try:
+            out.append((url, recognise(await scrape(target, url))))
+        except ScrapeError as error:
+            raise TargetError(f"{url.origin.url}{url.path}: {error}") from error
+    return out
+
+
+def _add(total: dict[str, float], more: dict[str, float]) -> None:
+    for key, value in more.items():
+        total[key] = total.get(key, 0.0) + value

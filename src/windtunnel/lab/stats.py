@@ -1,0 +1,115 @@
+"""Exact statistics for small counts. scipy is imported when first used, so that the command line starts fast.
+
+Rates: Clopper and Pearson (1934). Two rates: Fisher's exact test; the interval of their difference is Newcombe's hybrid of two
+Wilson intervals (1998, method 10). Means: Welch's interval and a permutation test, exact when there are few enough arrangements.
+"""
+
+import math
+from collections.abc import Sequence
+from itertools import combinations
+from random import Random
+from statistics import fmean, variance
+from typing import NamedTuple
+
+EXACT_ARRANGEMENTS = 50_000
+RANDOM_ARRANGEMENTS = 20_000
+
+
+class Interval(NamedTuple):
+    low: float
+    high: float
+
+
+class Comparison(NamedTuple):
+    """Control against treatment. `ci95` is of the difference control - treatment; None where it cannot be had."""
+
+    control: float
+    treatment: float
+    difference: float
+    ci95: Interval | None
+    p_value: float
+    test: str
+
+
+def clopper_pearson(successes: int, total: int, confidence: float = 0.95) -> Interval:
+    """The exact interval of a rate. Raises ValueError unless 0 <= successes <= total and total > 0."""
+    from scipy.stats import beta
+
+    _check_counts(successes, total)
+    tail = (1 - confidence) / 2
+    low = 0.0 if successes == 0 else float(beta.ppf(tail, successes, total - successes + 1))
+    high = 1.0 if successes == total else float(beta.ppf(1 - tail, successes + 1, total - successes))
+    return Interval(low, high)
+
+
+def wilson(successes: int, total: int, confidence: float = 0.95) -> Interval:
+    """The score interval of a rate."""
+    from scipy.stats import norm
+
+    _check_counts(successes, total)
+    z = float(norm.ppf((1 + confidence) / 2))
+    rate, square = successes / total, z * z
+    centre = (rate + square / (2 * total)) / (1 + square / total)
+    half = z * math.sqrt(rate * (1 - rate) / total + square / (4 * total * total)) / (1 + square / total)
+    return Interval(max(0.0, centre - half), min(1.0, centre + half))
+
+
+def compare_rates(control: tuple[int, int], treatment: tuple[int, int]) -> Comparison:
+    """Two (successes, total) by Fisher's exact test, two-sided."""
+    from scipy.stats import fisher_exact
+
+    table = [[control[0], control[1] - control[0]], [treatment[0], treatment[1] - treatment[0]]]
+    one, two = wilson(*control), wilson(*treatment)
+    rate_one, rate_two = control[0] / control[1], treatment[0] / treatment[1]
+    difference = rate_one - rate_two
+    low = difference - math.hypot(rate_one - one.low, two.high - rate_two)
+    high = difference + math.hypot(one.high - rate_one, rate_two - two.low)
+    p_value = float(fisher_exact(table, alternative="two-sided")[1])
+    return Comparison(rate_one, rate_two, difference, Interval(low, high), min(1.0, p_value), "Fisher exact, two-sided")
+
+
+def compare_means(control: Sequence[float], treatment: Sequence[float], seed: int = 0) -> Comparison:
+    """Two samples by a permutation test of the difference of means, two-sided. Raises ValueError for an empty sample."""
+    if not control or not treatment:
+        raise ValueError("each arm needs at least one value")
+    p_value, how = permutation_p(control, treatment, seed)
+    mean_one, mean_two = fmean(control), fmean(treatment)
+    ci95 = _welch(control, treatment) if min(len(control), len(treatment)) > 1 else None
+    return Comparison(mean_one, mean_two, mean_one - mean_two, ci95, p_value, f"permutation of trials, {how}, two-sided")
+
+
+def permutation_p(control: Sequence[float], treatment: Sequence[float], seed: int = 0) -> tuple[float, str]:
+    """How often a random split of the pooled values has means at least as far apart, and how it was counted."""
+    pooled, size = [*control, *treatment], len(control)
+    observed = abs(fmean(control) - fmean(treatment)) - 1e-12
+    total = sum(pooled)
+    rest = len(pooled) - size
+
+    def apart(chosen: Sequence[float]) -> bool:
+        part = sum(chosen)
+        return abs(part / size - (total - part) / rest) >= observed
+
+    if math.comb(len(pooled), size) <= EXACT_ARRANGEMENTS:
+        hits = [apart([pooled[index] for index in chosen]) for chosen in combinations(range(len(pooled)), size)]
+        return sum(hits) / len(hits), "exact"
+    random = Random(seed)
+    count = sum(apart(random.sample(pooled, size)) for _ in range(RANDOM_ARRANGEMENTS))
+    return (count + 1) / (RANDOM_ARRANGEMENTS + 1), f"{RANDOM_ARRANGEMENTS} random arrangements"
+
+
+def _welch(control: Sequence[float], treatment: Sequence[float]) -> Interval:
+    from scipy.stats import t
+
+    parts = [variance(values) / len(values) for values in (control, treatment)]
+    difference = fmean(control) - fmean(treatment)
+    error = math.sqrt(sum(parts))
+    if error == 0:
+        return Interval(difference, difference)
+    weights = sum(part * part / (len(values) - 1) for part, values in zip(parts, (control, treatment), strict=True))
+    half = float(t.ppf(0.975, sum(parts) ** 2 / weights)) * error
+    return Interval(difference - half, difference + half)
+
+
+def _check_counts(successes: int, total: int) -> None:
+    if total <= 0 or not 0 <= successes <= total:
+        raise ValueError(f"{successes} of {total} is not a rate")

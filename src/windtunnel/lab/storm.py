@@ -1,0 +1,359 @@
+"""One storm: victims leave, bystanders ask, later streams are counted, and the metrics are watched until it is quiet.
+
+    baseline → (victims + survivors → bystanders) × rounds → survivors end → quiet, else probe → later streams
+
+With `quiet_before_later` off the later streams come at once and quiet is waited for after them.
+
+`run_storm` takes a frozen plan and returns a frozen result. It stops early, with what there is, when `stop` is set or
+the plan's duration limit is reached; cancelling it cancels everything it started.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import count
+from random import Random
+
+from windtunnel.core import oracle
+from windtunnel.core.words import WORDS
+from windtunnel.lab.client import Gate, Leave, Session, request_body, run_request
+from windtunnel.lab.connection import ConnectionCut, MalformedResponse, fetch
+from windtunnel.lab.oracle_check import Known, check_text, judge
+from windtunnel.lab.plan import BystanderKind, Moment, Role, Shape, StormPlan, check_plan
+from windtunnel.lab.record import Ask, BystanderRecord, End, Phase, Sample, StormResult, StreamRecord
+from windtunnel.lab.sampler import Sampler, is_quiet, recognise_sources
+from windtunnel.lab.target import Target, TargetError
+
+BASELINE_SAMPLES = 3
+QUEUED_PATIENCE_NS = 2_000_000_000
+QUIET_SAMPLES = 2
+"""So many samples in a row must be quiet."""
+PROBE_TOKENS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class StormEvent:
+    """Progress, for whoever watches."""
+
+    at_ns: int
+    phase: str
+    text: str
+
+
+async def run_storm(
+    target: Target,
+    plan: StormPlan,
+    *,
+    stop: asyncio.Event | None = None,
+    on_event: Callable[[StormEvent], None] | None = None,
+) -> StormResult:
+    """Raises PlanError for a bad plan and TargetError when the target does not answer a plain request before the storm."""
+    check_plan(plan)
+    session = Session(target, plan.request_timeout_ns, plan.linger_ns)
+    storm = _Storm(session, plan, Sampler(session, await recognise_sources(target)), on_event or (lambda _event: None))
+    await storm.prepare()
+    sampling = asyncio.create_task(storm.sampler.run(plan.sample_every_ns))
+    phases = asyncio.create_task(storm.phases())
+    stopping = asyncio.create_task((stop or asyncio.Event()).wait())
+    try:
+        limit_s = plan.limits.max_duration_ns / 1e9
+        await asyncio.wait({phases, stopping, sampling}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        reason = None if phases.done() else "stopped" if stopping.done() else f"the duration limit of {limit_s:g} s was reached"
+    finally:
+        for task in (phases, stopping, sampling):
+            task.cancel()
+        await asyncio.gather(phases, stopping, sampling, return_exceptions=True)
+    if reason is None:
+        phases.result()
+    return storm.result(reason)
+
+
+def planned_asks(plan: StormPlan) -> Iterator[Ask]:
+    """All generation requests of a plan, in the order in which they are made; the same seed makes the same ones."""
+    maker = AskMaker(plan.seed)
+    yield maker.ask(Role.PROBE, 0, Shape(max_tokens=PROBE_TOKENS))
+    for round_ in range(plan.rounds):
+        for _ in range(plan.victims):
+            yield maker.ask(Role.VICTIM, round_, plan.victim)
+        for _ in range(plan.survivors):
+            yield maker.ask(Role.SURVIVOR, round_, plan.survivor)
+    for _ in range(plan.later):
+        yield maker.ask(Role.LATER, 0, plan.later_shape)
+
+
+class AskMaker:
+    """Makes requests with prompts of their own. Owns the seeded generator and the running number."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = Random(seed)
+        self._base = self._random.getrandbits(32) << 24
+        self._number = count(1)
+
+    def ask(self, role: Role, round_: int, shape: Shape) -> Ask:
+        tag = self._base + next(self._number)
+        filler = " ".join(self._random.choice(WORDS) for _ in range(shape.prompt_words))
+        return Ask(tag, role, round_, shape.api, f"{oracle.marker(tag)} {filler}", shape.max_tokens, shape.stream)
+
+
+class _Storm:
+    """A storm while it runs. Owns all records until `result` freezes them."""
+
+    def __init__(self, session: Session, plan: StormPlan, sampler: Sampler, tell: Callable[[StormEvent], None]) -> None:
+        self.session = session
+        self.plan = plan
+        self.sampler = sampler
+        self.tell = tell
+        self.maker = AskMaker(plan.seed)
+        self.streams: list[StreamRecord] = []
+        self.bystanders: list[BystanderRecord] = []
+        self._phases: list[Phase] = []
+        self._next_bystander = count()
+        self._baseline: Sample | None = None
+        self._oracle = False
+        self._exact = False
+        self._quiet_ns: int | None = None
+        self._at_deadline: Sample | None = None
+        self._after_probe: Sample | None = None
+        self._notes: list[str] = []
+
+    async def prepare(self) -> None:
+        """Calibrate with one plain request, then read the baseline."""
+        with self._phase("baseline"):
+            probe = await run_request(self.session, self._ask(Role.PROBE, Shape(max_tokens=PROBE_TOKENS)))
+            if probe.end is not End.FINISHED:
+                raise TargetError(f"{self.session.target.origin.url} does not answer a plain stream: {probe.end.value}, {probe.error}")
+            self._calibrate(probe)
+            for _ in range(BASELINE_SAMPLES):
+                await asyncio.sleep(self.plan.sample_every_ns / 1e9)
+                taken = await self.sampler.sample()
+                self._baseline = taken if taken.usable else self._baseline
+        if self._baseline is None:
+            raise TargetError(f"no metrics could be read before the storm: {self.sampler.samples[-1].error}")
+        if not self.sampler.gauges().keys() & self._baseline.gauges.keys():
+            self._notes.append("no known gauge on /metrics: leaks cannot be seen; name gauges with --watch")
+
+    def _calibrate(self, probe: StreamRecord) -> None:
+        fault = check_text(probe.ask.tag, probe.words, Known([probe.ask]), whole=None)
+        speaks = fault is None and bool(probe.words)
+        self._exact = len(probe.words) == probe.ask.max_tokens
+        self._oracle = self.plan.oracle == "on" or (self.plan.oracle == "auto" and speaks)
+        if not self._oracle:
+            self._notes.append("the target does not write the oracle's words: texts are not checked")
+        self.streams.append(probe)
+
+    async def phases(self) -> None:
+        for round_ in range(self.plan.rounds):
+            await self._round(round_)
+        if self.plan.quiet_before_later:
+            await self._settle()
+        if self.plan.later:
+            with self._phase("later"):
+                asks = [self._ask(Role.LATER, self.plan.later_shape) for _ in range(self.plan.later)]
+                await self._crowd(asks, self.plan.later_concurrency)
+        if not self.plan.quiet_before_later:
+            await self._settle()
+        await self._observe()
+
+    async def _round(self, round_: int) -> None:
+        plan = self.plan
+        async with asyncio.TaskGroup() as survivors:
+            with self._phase("storm"):
+                leaves = self._leaves()
+                victims = [
+                    asyncio.create_task(self._follow(self._ask(Role.VICTIM, plan.victim, round_), leave)) for leave in leaves
+                ]
+                for _ in range(plan.survivors):
+                    survivors.create_task(self._follow(self._ask(Role.SURVIVOR, plan.survivor, round_)))
+                await _all(victims)
+            with self._phase("bystanders"):
+                await self._bystander_round(round_)
+
+    def _leaves(self) -> list[Leave]:
+        plan = self.plan
+        cue = self._queued_cue() if plan.when.moment is Moment.QUEUED else None
+        gate = Gate(plan.victims, plan.request_timeout_ns // 2) if plan.hold else None
+        return [Leave(plan.how[index % len(plan.how)], plan.when, cue, gate) for index in range(plan.victims)]
+
+    def _queued_cue(self) -> asyncio.Event:
+        """Set by the first sample that shows more waiting requests than the baseline, or when patience is over."""
+        cue = asyncio.Event()
+
+        def look(sample: Sample) -> None:
+            assert self._baseline is not None
+            if sample.gauges.get("waiting", 0) > self._baseline.gauges.get("waiting", 0):
+                cue.set()
+
+        def give_up() -> None:
+            if not cue.is_set():
+                self._notes.append("no queue was seen on /metrics: victims left after waiting for one")
+                cue.set()
+
+        self.sampler.listen(look)
+        asyncio.get_running_loop().call_later(QUEUED_PATIENCE_NS / 1e9, give_up)
+        return cue
+
+    async def _bystander_round(self, round_: int) -> None:
+        """This round's share of the bystanders, by a few clients that each ask one after the other."""
+        share = self.plan.bystanders * (round_ + 1) // self.plan.rounds - self.plan.bystanders * round_ // self.plan.rounds
+        todo = iter(range(share))
+
+        async def one_client() -> None:
+            for _ in todo:
+                await self._bystander()
+                await asyncio.sleep(self.plan.bystander_gap_ns / 1e9)
+
+        await _all([asyncio.create_task(one_client()) for _ in range(min(share, self.plan.bystander_concurrency))])
+
+    async def _bystander(self) -> None:
+        kinds = self.plan.bystander_kinds
+        kind = kinds[next(self._next_bystander) % len(kinds)]
+        self.bystanders.append(await (self._bystander_get(kind) if kind.shape is None else self._bystander_generation(kind)))
+
+    async def _bystander_get(self, kind: BystanderKind) -> BystanderRecord:
+        session = self.session
+        sent_ns, status, error = session.now_ns(), None, None
+        base = session.target.metrics[0]
+        path = kind.path or base.path
+        try:
+            async with asyncio.timeout(session.timeout_ns / 1e9):
+                answer = await fetch(base.origin, "GET", base.path if path == "/metrics" else path, session.target.headers)
+            status = answer.status
+            error = "an empty body" if status == 200 and not answer.body else None
+        except TimeoutError:
+            error = "no answer in time"
+        except (OSError, ConnectionCut, MalformedResponse) as failure:
+            error = str(failure)
+        return BystanderRecord(kind.name, sent_ns, session.now_ns(), kind.expect_status, status, error)
+
+    async def _bystander_generation(self, kind: BystanderKind) -> BystanderRecord:
+        assert kind.shape is not None
+        ask = self._ask(Role.BYSTANDER, kind.shape)
+        record = await run_request(self.session, ask)
+        wrong = record.end is not End.FINISHED and record.status == kind.expect_status == 200
+        error = record.error if record.status is None or wrong else None
+        self.streams.append(record)
+        return BystanderRecord(kind.name, record.started_ns, record.ended_ns, kind.expect_status, record.status, error, ask.tag)
+
+    async def _crowd(self, asks: list[Ask], concurrency: int) -> None:
+        todo = iter(asks)
+
+        async def one_client() -> None:
+            for ask in todo:
+                await self._follow(ask)
+
+        await _all([asyncio.create_task(one_client()) for _ in range(min(len(asks), concurrency))])
+
+    async def _follow(self, ask: Ask, leave: Leave | None = None) -> None:
+        self.streams.append(await run_request(self.session, ask, leave))
+
+    async def _settle(self) -> None:
+        """Wait for quiet; without it, ask once more and see whether the gauges were only stale."""
+        if await self._quiet():
+            self._quiet_ns = self._quiet_at()
+            return
+        self._at_deadline = self._last_usable()
+        with self._phase("probe"):
+            await self._follow(self._ask(Role.PROBE, Shape(max_tokens=PROBE_TOKENS)))
+            await asyncio.sleep(2 * self.plan.sample_every_ns / 1e9)
+            taken = await self.sampler.sample()
+            self._after_probe = taken if taken.usable else self._last_usable()
+
+    async def _quiet(self) -> bool:
+        """Whether the samples became quiet before the deadline."""
+        with self._phase("quiet"):
+            end_ns = self.session.now_ns() + self.plan.quiet_deadline_ns
+            seen = len(self.sampler.samples)
+            while self.session.now_ns() < end_ns:
+                recent = self.sampler.samples[seen:][-QUIET_SAMPLES:]
+                if len(recent) == QUIET_SAMPLES and all(self._is_quiet(sample) for sample in recent):
+                    return True
+                await asyncio.sleep(self.plan.sample_every_ns / 2e9)
+        return False
+
+    def _is_quiet(self, sample: Sample) -> bool:
+        assert self._baseline is not None
+        return is_quiet(sample, self._baseline, self.sampler.gauges())
+
+    def _quiet_at(self) -> int:
+        """The first of the quiet samples at the end of the series."""
+        at_ns = self.session.now_ns()
+        for sample in reversed(self.sampler.samples):
+            if not self._is_quiet(sample):
+                break
+            at_ns = sample.at_ns
+        return at_ns
+
+    async def _observe(self) -> None:
+        left = [record.left_ns for record in self.streams if record.left_ns is not None]
+        rest_ns = max(left, default=0) + self.plan.observe_ns - self.session.now_ns()
+        if rest_ns > 0 and left:
+            with self._phase("observe"):
+                await asyncio.sleep(rest_ns / 1e9)
+
+    def _last_usable(self) -> Sample | None:
+        return next((sample for sample in reversed(self.sampler.samples) if sample.usable), None)
+
+    def _ask(self, role: Role, shape: Shape, round_: int = 0) -> Ask:
+        return self.maker.ask(role, round_, shape)
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        started_ns = self.session.now_ns()
+        self.sampler.phase = name
+        self.tell(StormEvent(started_ns, name, ""))
+        try:
+            yield
+        finally:
+            self._phases.append(Phase(name, started_ns, self.session.now_ns()))
+
+    def result(self, interrupted: str | None) -> StormResult:
+        assert self._baseline is not None
+        streams = self.streams
+        if self._oracle:
+            streams = judge(streams, Known(record.ask for record in streams), exact_length=self._exact)
+        faults = {record.ask.tag: record.fault for record in streams}
+        bystanders = tuple(replace(one, fault=faults.get(one.tag)) if one.tag else one for one in self.bystanders)
+        return StormResult(
+            plan=self.plan,
+            kind=self.sampler.kind.name,
+            cancel_grace_ns=self.sampler.kind.cancel_grace_ns,
+            watches={key: gauge.watch.value for key, gauge in self.sampler.gauges().items()},
+            baseline=self._baseline,
+            oracle=self._oracle,
+            streams=tuple(streams),
+            bystanders=bystanders,
+            samples=tuple(self.sampler.samples),
+            phases=tuple(self._phases),
+            quiet_ns=self._quiet_ns,
+            at_deadline=self._at_deadline,
+            after_probe=self._after_probe,
+            interrupted=interrupted,
+            notes=tuple(self._notes),
+        )
+
+
+async def _all(tasks: list["asyncio.Task[None]"]) -> None:
+    """Wait for all; when this is cancelled, so are they."""
+    try:
+        await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+
+
+def describe(target: Target, plan: StormPlan) -> str:
+    """What a dry run prints: the plan and one request of each role, as they would be sent."""
+    lines = [
+        f"{plan.requests} requests to {target.origin.url}, at most {plan.concurrency} at once",
+        f"{plan.rounds} × ({plan.victims} victims leaving by {', '.join(how.value for how in plan.how)} when {plan.when}"
+        f" + {plan.survivors} survivors), {plan.bystanders} bystanders, {plan.later} later streams",
+    ]
+    seen: set[Role] = set()
+    for ask in planned_asks(plan):
+        if ask.role not in seen:
+            seen.add(ask.role)
+            lines.append(f"{ask.role.value}: POST {target.path(ask.api)} {request_body(target, ask).decode()}")
+    return "\n".join(lines)

@@ -1,0 +1,277 @@
+"""What the wind blows at: addresses, and which gauges tell whether it is quiet.
+
+The engine kind is recognised from the names on `/metrics`; each kind is one row of a table. Gauge and counter names: vLLM
+reference §4 and §9.11; SGLang reference §6 and appendix A (the sidecar's `sglang_` is read as `sglang:`). The rows of
+TGI, llama.cpp and TensorRT-LLM follow those projects' public documentation and are untested against live servers.
+Unknown servers are watched through `--watch NAME`.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+from windtunnel.core.units import MS
+from windtunnel.lab.connection import ConnectionCut, MalformedResponse, Origin, fetch, parse_origin
+from windtunnel.lab.plan import Api
+
+SERIES_LIMIT = 50_000
+
+
+class Watch(Enum):
+    """What a gauge above its baseline means once everyone has left."""
+
+    RUNNING = "running"
+    WAITING = "waiting"
+    KV = "kv_usage"
+    QUEUE = "queue"
+    OTHER = "other"
+
+
+class Gauge(NamedTuple):
+    """`key` is the name in results. The first of `names` that is present counts; series are folded by sum, usages by max."""
+
+    key: str
+    watch: Watch
+    names: tuple[str, ...]
+    labels: tuple[tuple[str, str], ...] = ()
+    scale: float = 1.0
+
+
+class Counter(NamedTuple):
+    """A counter, split by one label when `by` is given (`key{value}`)."""
+
+    key: str
+    name: str
+    by: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One kind of engine or router."""
+
+    name: str
+    prefix: str
+    """Recognised when a metric name begins with this."""
+    gauges: tuple[Gauge, ...]
+    counters: tuple[Counter, ...] = ()
+    cancel_grace_ns: int = 500 * MS
+    """How long a request may outlive its client before that is called late."""
+
+
+def _queues(prefix: str, *names: str) -> tuple[Gauge, ...]:
+    return tuple(Gauge(name, Watch.QUEUE, (f"{prefix}{name}",)) for name in names)
+
+
+GENERATION_TOKENS = "generation_tokens"
+
+_VLLM = Kind(
+    "vllm",
+    "vllm:",
+    (
+        Gauge("running", Watch.RUNNING, ("vllm:num_requests_running",)),
+        Gauge("waiting", Watch.WAITING, ("vllm:num_requests_waiting",)),
+        Gauge("kv_usage", Watch.KV, ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")),
+    ),
+    (
+        Counter(GENERATION_TOKENS, "vllm:generation_tokens_total"),
+        Counter("prompt_tokens", "vllm:prompt_tokens_total"),
+        Counter("request_success", "vllm:request_success_total", "finished_reason"),
+        Counter("num_preemptions", "vllm:num_preemptions_total"),
+        Counter("admission_rejections", "vllm:admission_rejections_total", "reason"),
+        Counter("nixl_num_failed_transfers", "vllm:nixl_num_failed_transfers_total"),
+        Counter("nixl_num_kv_expired_reqs", "vllm:nixl_num_kv_expired_reqs_total"),
+    ),
+)
+
+_SGLANG = Kind(
+    "sglang",
+    "sglang:",
+    (
+        Gauge("running", Watch.RUNNING, ("sglang:num_running_reqs",)),
+        Gauge("waiting", Watch.WAITING, ("sglang:num_queue_reqs",)),
+        Gauge("kv_usage", Watch.KV, ("sglang:token_usage",)),
+        Gauge(
+            "num_prefill_bootstrap_queue_reqs",
+            Watch.QUEUE,
+            ("sglang:num_prefill_bootstrap_queue_reqs", "sglang:num_prefill_prealloc_queue_reqs"),
+        ),
+        Gauge(
+            "num_prefill_inflight_queue_reqs",
+            Watch.QUEUE,
+            ("sglang:num_prefill_inflight_queue_reqs", "sglang:num_prefill_infight_queue_reqs"),
+        ),
+        *_queues("sglang:", "num_decode_prealloc_queue_reqs", "num_decode_transfer_queue_reqs"),
+        *_queues("sglang:", "num_decode_deferred_kv_release_reqs"),
+    ),
+    (
+        Counter(GENERATION_TOKENS, "sglang:generation_tokens_total"),
+        Counter("prompt_tokens", "sglang:prompt_tokens_total"),
+        Counter("num_requests", "sglang:num_requests_total"),
+        Counter("num_aborted_requests", "sglang:num_aborted_requests_total"),
+        Counter("num_transfer_failed_reqs", "sglang:num_transfer_failed_reqs_total"),
+        Counter("num_bootstrap_failed_reqs", "sglang:num_bootstrap_failed_reqs_total"),
+    ),
+    cancel_grace_ns=4_500 * MS,
+)
+
+_TGI = Kind(
+    "tgi",
+    "tgi_",
+    (
+        Gauge("running", Watch.RUNNING, ("tgi_batch_current_size",)),
+        Gauge("waiting", Watch.WAITING, ("tgi_queue_size",)),
+    ),
+    (Counter("request_success", "tgi_request_success"), Counter("request_failure", "tgi_request_failure", "err")),
+    cancel_grace_ns=2_000 * MS,
+)
+
+_LLAMA_CPP = Kind(
+    "llama.cpp",
+    "llamacpp:",
+    (
+        Gauge("running", Watch.RUNNING, ("llamacpp:requests_processing",)),
+        Gauge("waiting", Watch.WAITING, ("llamacpp:requests_deferred",)),
+        Gauge("kv_usage", Watch.KV, ("llamacpp:kv_cache_usage_ratio",)),
+    ),
+    (Counter(GENERATION_TOKENS, "llamacpp:tokens_predicted_total"), Counter("prompt_tokens", "llamacpp:prompt_tokens_total")),
+    cancel_grace_ns=2_000 * MS,
+)
+
+_TRTLLM = Kind(
+    "tensorrt-llm",
+    "nv_trt_llm_",
+    (
+        Gauge("running", Watch.RUNNING, ("nv_trt_llm_request_metrics",), (("request_type", "scheduled"),)),
+        Gauge("waiting", Watch.WAITING, ("nv_trt_llm_request_metrics",), (("request_type", "waiting"),)),
+        Gauge("kv_usage", Watch.KV, ("nv_trt_llm_kv_cache_block_metrics",), (("kv_cache_block_type", "fraction"),)),
+    ),
+    cancel_grace_ns=2_000 * MS,
+)
+
+KINDS: tuple[Kind, ...] = (_VLLM, _SGLANG, _TGI, _LLAMA_CPP, _TRTLLM)
+UNKNOWN = Kind("unknown", "", (), cancel_grace_ns=5_000 * MS)
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsUrl:
+    origin: Origin
+    path: str = "/metrics"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One thing to blow at; `metrics` may name several sources (a router and its workers), which are added up."""
+
+    origin: Origin
+    model: str
+    headers: Mapping[str, str] = field(default_factory=dict)
+    metrics: tuple[MetricsUrl, ...] = ()
+    watch: tuple[str, ...] = ()
+    """Further gauges by their full metric name."""
+
+    def path(self, api: Api) -> str:
+        """Requests go to the API's path; a base URL that ends in `/v1` already has its first part."""
+        return api.path.removeprefix("/v1") if self.origin.prefix.endswith("/v1") else api.path
+
+
+class TargetError(RuntimeError):
+    """The target cannot be used as it is: unreachable, or it does not answer a plain request."""
+
+
+class Series(NamedTuple):
+    name: str
+    labels: Mapping[str, str]
+    value: float
+
+
+_LINE = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?\s*$")
+_LABEL = re.compile(r'([a-zA-Z_]\w*)="((?:[^"\\]|\\.)*)"')
+
+
+def parse_metrics(text: str) -> list[Series]:
+    """The series of a Prometheus text exposition; lines that are none are skipped."""
+    out: list[Series] = []
+    for line in text.splitlines()[:SERIES_LIMIT]:
+        found = None if line.startswith("#") else _LINE.match(line)
+        if found is None:
+            continue
+        try:
+            value = float(found[3])
+        except ValueError:
+            continue
+        name = found[1].replace("sglang_", "sglang:", 1) if found[1].startswith("sglang_") else found[1]
+        out.append(Series(name, dict(_LABEL.findall(found[2] or "")), value))
+    return out
+
+
+def recognise(series: Sequence[Series]) -> Kind:
+    """The first kind of the table that owns a metric name, or UNKNOWN."""
+    names = {one.name for one in series}
+    return next((kind for kind in KINDS if any(name.startswith(kind.prefix) for name in names)), UNKNOWN)
+
+
+def gauges_of(kind: Kind, watch: Iterable[str]) -> tuple[Gauge, ...]:
+    return kind.gauges + tuple(Gauge(name, Watch.OTHER, (name,)) for name in watch)
+
+
+def read_gauges(series: Sequence[Series], gauges: Iterable[Gauge]) -> dict[str, float]:
+    """The value of each gauge that is present."""
+    out: dict[str, float] = {}
+    for gauge in gauges:
+        for name in gauge.names:
+            values = [one.value for one in series if one.name == name and _matches(one, gauge)]
+            if values:
+                out[gauge.key] = gauge.scale * (max(values) if gauge.watch is Watch.KV else sum(values))
+                break
+    return out
+
+
+def read_counters(series: Sequence[Series], counters: Iterable[Counter]) -> dict[str, float]:
+    out: dict[str, float] = {}
+    for counter in counters:
+        for one in series:
+            if one.name == counter.name:
+                key = f"{counter.key}{{{one.labels.get(counter.by, '')}}}" if counter.by else counter.key
+                out[key] = out.get(key, 0.0) + one.value
+    return out
+
+
+def _matches(series: Series, gauge: Gauge) -> bool:
+    return all(series.labels.get(name) == value for name, value in gauge.labels)
+
+
+def parse_metrics_url(url: str) -> MetricsUrl:
+    origin = parse_origin(url)
+    root = Origin(origin.scheme, origin.host, origin.port)
+    return MetricsUrl(root, origin.prefix or "/metrics")
+
+
+def make_target(
+    url: str,
+    model: str,
+    *,
+    headers: Mapping[str, str] | None = None,
+    metrics_urls: Sequence[str] = (),
+    watch: Sequence[str] = (),
+) -> Target:
+    """A target from what a person types; without metrics URLs it is the base's own `/metrics`. Raises ValueError."""
+    origin = parse_origin(url)
+    root = Origin(origin.scheme, origin.host, origin.port, origin.prefix.removesuffix("/v1"))
+    metrics = tuple(parse_metrics_url(one) for one in metrics_urls) or (MetricsUrl(root),)
+    return Target(origin, model, dict(headers or {}), metrics, tuple(watch))
+
+
+async def find_model(target_url: str, headers: Mapping[str, str]) -> str:
+    """The first model id of `/v1/models`. Raises TargetError."""
+    origin = parse_origin(target_url)
+    path = "/models" if origin.prefix.endswith("/v1") else "/v1/models"
+    try:
+        answer = await fetch(origin, "GET", path, headers)
+        return str(json.loads(answer.body)["data"][0]["id"])
+    except (OSError, ConnectionCut, MalformedResponse) as error:
+        raise TargetError(f"{origin.url}{path}: {error}") from error
+    except (ValueError, LookupError, TypeError) as error:
+        raise TargetError(f"{origin.url}{path} does not list a model; name one with --model") from error
