@@ -21,7 +21,7 @@ def serve(context: typer.Context) -> None:
         typer.echo(help_text())
         return
     try:
-        parsed = parse_args([*_environment_flags(), *context.args] if "--model" in context.args else [*context.args, *_environment_flags()])
+        parsed = parse_args([*context.args, *(flag for flag in _environment_flags())])
     except UsageError as error:
         typer.echo(f"windtunnel serve: {error}", err=True)
         raise typer.Exit(USAGE) from None

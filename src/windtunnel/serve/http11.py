@@ -12,13 +12,14 @@ which hides the client's leaving from the one being answered. Here every request
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 LINE = "windtunnel.line"
+_FRAME_END = b"\n\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +56,15 @@ class ChunkSink:
         """Hold frames back until `on_writable` calls: no head yet, or the client reads too slowly."""
         return self._line.blocked or not self._opened
 
-    def write(self, frames: Sequence[bytes]) -> None:
-        """One chunk for each frame, in one write."""
-        if self._line.gone:
+    def write(self, frames: bytes) -> None:
+        """One chunk for each SSE frame (they end in a blank line), all in one write."""
+        if self._line.gone or not frames:
             return
-        if len(frames) == 1:
-            frame = frames[0]
-            self._transport.write(b"%x\r\n%b\r\n" % (len(frame), frame))
-        elif frames:
-            self._transport.write(b"".join([b"%x\r\n%b\r\n" % (len(frame), frame) for frame in frames]))
+        if frames.find(_FRAME_END) == len(frames) - 2:
+            self._transport.write(b"%x\r\n%b\r\n" % (len(frames), frames))
+        else:
+            parts = frames.split(_FRAME_END)[:-1]
+            self._transport.write(b"".join([b"%x\r\n%b\n\n\r\n" % (len(part) + 2, part) for part in parts]))
 
     def on_writable(self, callback: Callable[[], None]) -> None:
         self._line.writable_callback = callback

@@ -10,7 +10,7 @@ from windtunnel.serve.state import Server
 from windtunnel.wire.family import WireError
 from windtunnel.wire.http import dumps, error_body, parse_json, read_json
 from windtunnel.wire.metrics import CONTENT_TYPE, render
-from windtunnel.wire.vllm.models import model_list
+from windtunnel.wire.vllm.models import models_body, version_body
 from windtunnel.wire.vllm.tokenize import detokenize, tokenize
 
 Handler = Callable[[Server, bytes, Scope], "tuple[int, bytes]"]
@@ -68,11 +68,11 @@ def _load(server: Server, _body: bytes, _scope: Scope) -> tuple[int, bytes]:
 
 
 def _version(server: Server, _body: bytes, _scope: Scope) -> tuple[int, bytes]:
-    return 200, dumps({"version": server.env.profile.version})
+    return 200, version_body(server.env)
 
 
 def _models(server: Server, _body: bytes, _scope: Scope) -> tuple[int, bytes]:
-    return 200, model_list(server.env)
+    return 200, models_body(server.env)
 
 
 def _tokenize(server: Server, body: bytes, scope: Scope) -> tuple[int, bytes]:

@@ -35,18 +35,16 @@ class SourceMaker:
         if source:
             return source
         if generation.answer_text is not None:
-            tokens = self._tokenizer.encode(generation.answer_text, add_special_tokens=False)
-            return SequenceSource(tuple(tokens))
-        prompt = generation.prompts[prompt_index]
+            return SequenceSource(self._tokenizer.encode(generation.answer_text, add_special_tokens=False))
+        prompt, sampling = generation.prompts[prompt_index], generation.sampling
         if self._config.mode == "echo":
-            return self._ending(generation, EchoSource(prompt.token_ids), tuple(prompt.token_ids))
+            return EchoSource(prompt.token_ids, ignore_eos=sampling.ignore_eos, min_tokens=sampling.min_tokens)
         identity = oracle.child_identity(self.identity(prompt), child)
         if self._config.mode == "sentence":
-            return self._ending(generation, None, self._sentences[identity % len(self._sentences)])
-        length = None if generation.sampling.ignore_eos else oracle.natural_length(identity, *self._config.natural_length)
-        if length is not None:
-            length = max(length, generation.sampling.min_tokens)
-        return OracleSource(identity, self._tokenizer.oracle_token_ids, length)
+            sentence = self._sentences[identity % len(self._sentences)]
+            return SequenceSource(sentence, ignore_eos=sampling.ignore_eos, min_tokens=sampling.min_tokens)
+        length = None if sampling.ignore_eos else oracle.natural_length(identity, *self._config.natural_length)
+        return OracleSource(identity, self._tokenizer.oracle_token_ids, length, min_tokens=sampling.min_tokens)
 
     def identity(self, prompt: PromptPlan) -> int:
         """The prompt's identity: its marker, in text or in token ids, or else a hash of its tokens."""

@@ -14,6 +14,7 @@ from windtunnel.core.request import Lora
 from windtunnel.core.tokenizer import BuiltinTokenizer, Tokenizer
 from windtunnel.core.vllm.engine import VllmEngine
 from windtunnel.serve import asgi
+from windtunnel.serve.clock import now_ns
 from windtunnel.serve.config import ServeConfig, as_json
 from windtunnel.serve.driver import EngineDriver
 from windtunnel.serve.engines import engine_config, make_metrics, make_pacing
@@ -69,7 +70,7 @@ class Server:
     def reconfigure(self, changes: dict[str, Any]) -> None:
         """All of `changes` or, with UsageError, none."""
         config = live_changes(self.config, changes)
-        self.engine.reconfigure(engine_config(config, self.tokenizer), make_pacing(config.pacing, self._chance))
+        self.engine.reconfigure(engine_config(config, self.tokenizer), make_pacing(config.pacing, self._chance), now_ns=now_ns())
         self.sources = SourceMaker(config.generation, self.tokenizer)
         self.config = config
         self.driver.wake()

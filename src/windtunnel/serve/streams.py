@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from windtunnel.core.outputs import TokenOutput
-from windtunnel.wire.family import ChoiceResult, Delta, StreamEncoder, WireError
+from windtunnel.wire.family import ChoiceResult, Delta, StreamEncoder, Usage, WireError
 from windtunnel.wire.output import ChoiceState, merge
 
 
@@ -20,21 +20,12 @@ class Sink(Protocol):
         """The reader is slow and the write buffer full."""
         ...
 
-    def write(self, frames: Sequence[bytes]) -> None: ...
+    def write(self, frames: bytes) -> None:
+        """Whole SSE frames."""
+        ...
+
 
     def on_writable(self, callback: Callable[[], None]) -> None: ...
-
-
-class UsageMeter:
-    """Token counts so far, with the attribute names of `wire.family.Usage`. One owner: its answer."""
-
-    __slots__ = ("prompt_tokens", "completion_tokens", "cached_tokens", "created_cache_tokens")
-
-    def __init__(self, prompt_tokens: int) -> None:
-        self.prompt_tokens = prompt_tokens
-        self.completion_tokens = 0
-        self.cached_tokens = 0
-        self.created_cache_tokens: int | None = None
 
 
 class Answer:
@@ -44,7 +35,7 @@ class Answer:
     """
 
     def __init__(self, choices: Sequence[ChoiceState], prompt_tokens: int, ended: Callable[[], None]) -> None:
-        self.usage = UsageMeter(prompt_tokens)
+        self.usage = Usage(prompt_tokens, 0)
         self.error: WireError | None = None
         self._choices = choices
         self._unfinished = len(choices)
@@ -129,18 +120,18 @@ class StreamedAnswer(Answer):
         if self._unfinished:
             self._sink.write(frames)
         else:
-            self._sink.write([*frames, *self._encoder.close(self.usage)])
+            self._sink.write(frames + self._encoder.close(self.usage))
             self._end()
 
     def fail(self, error: WireError) -> None:
         if self.open:
-            self._sink.write([*self._release_frames(), *self._encoder.error(error)])
+            self._sink.write(self._release_frames() + self._encoder.error(error))
             super().fail(error)
 
     def keep_alive(self, frame: bytes) -> None:
         """A comment frame between two deltas."""
         if self.open and not self._sink.blocked:
-            self._sink.write([frame])
+            self._sink.write(frame)
 
     def _hold(self, delta: Delta) -> None:
         if not self._held:
@@ -159,11 +150,11 @@ class StreamedAnswer(Answer):
         if self._unfinished:
             self._sink.write(frames)
         else:
-            self._sink.write([*frames, *self._encoder.close(self.usage)])
+            self._sink.write(frames + self._encoder.close(self.usage))
             self._end()
 
-    def _release_frames(self) -> list[bytes]:
+    def _release_frames(self) -> bytes:
         held, self._held = self._held, {}
         if self._ended is None:
-            return []
-        return [frame for delta in held.values() for frame in self._encoder.delta(delta, self.usage)]
+            return b""
+        return b"".join([self._encoder.delta(delta, self.usage) for delta in held.values()])

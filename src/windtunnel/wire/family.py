@@ -42,9 +42,9 @@ class Delta(NamedTuple):
     stop_reason: int | str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Usage:
-    """Token counts of a whole request (all prompts, all choices)."""
+    """Token counts of a whole request (all prompts, all choices) so far. Owned, and counted up, by its answer."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -70,38 +70,22 @@ class ChoiceResult:
     logprobs: tuple[TokenLogprob, ...] | None = None
 
 
-class UsageCounts(Protocol):
-    """The counts of a whole request: `Usage`, or a running meter of the same shape."""
-
-    @property
-    def prompt_tokens(self) -> int: ...
-
-    @property
-    def completion_tokens(self) -> int: ...
-
-    @property
-    def cached_tokens(self) -> int: ...
-
-    @property
-    def created_cache_tokens(self) -> int | None: ...
-
-
 class StreamEncoder(Protocol):
     """Writes the frames of one stream. Owns its spec and its own state, and nothing else.
 
     Calls come in the order `delta`* then one of `close` or `error`; nothing is called afterwards. Every call returns whole
-    frames, each of which leaves as one HTTP chunk. `usage` has the counts so far and is read during the call only.
+    frames (each ends in a blank line and leaves as one HTTP chunk). `usage` has the counts so far; read it during the call only.
     """
 
-    def delta(self, delta: Delta, usage: UsageCounts) -> Sequence[bytes]:
-        """The frames for this delta (role chunks, text, the finishing chunk); may be empty."""
+    def delta(self, delta: Delta, usage: Usage) -> bytes:
+        """The frames for this delta (role chunks, text, the finishing chunk), or b""."""
         ...
 
-    def close(self, usage: UsageCounts) -> Sequence[bytes]:
+    def close(self, usage: Usage) -> bytes:
         """What ends a good stream: the usage chunk when asked for, then the family's terminator."""
         ...
 
-    def error(self, error: WireError) -> Sequence[bytes]:
+    def error(self, error: WireError) -> bytes:
         """An error after the head, in this family's own form, with its terminator."""
         ...
 
@@ -177,7 +161,7 @@ class Family(Protocol):
 
     def encoder(self, generation: Generation) -> StreamEncoder: ...
 
-    def body(self, generation: Generation, choices: Sequence[ChoiceResult], usage: UsageCounts) -> bytes:
+    def body(self, generation: Generation, choices: Sequence[ChoiceResult], usage: Usage) -> bytes:
         """The JSON of an answer that is not streamed."""
         ...
 

@@ -1,0 +1,11 @@
+"""The API families of a vLLM server."""
+
+from collections.abc import Sequence
+
+from windtunnel.wire.family import Family
+from windtunnel.wire.vllm import chat, completions
+
+
+def families() -> Sequence[Family]:
+    """The generating families, one module each."""
+    return (completions, chat)

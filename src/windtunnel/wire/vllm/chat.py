@@ -233,6 +233,7 @@ def plan_request(request: ChatCompletionRequest, headers: Mapping[str, str], env
         prompts=(planned,),
         sampling=sampling.plan(sampled, env),
         stream=bool(request.stream),
+        family=name,
         priority=routing.priority,
         lora=lora,
         cache_salt=request.cache_salt,

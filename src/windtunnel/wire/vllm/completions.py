@@ -155,6 +155,8 @@ def plan_request(request: CompletionRequest, headers: Mapping[str, str], env: Se
         prompts=planned,
         sampling=sampling.plan(sampled, env),
         stream=bool(request.stream),
+        family=name,
+        indexed_ids=True,
         priority=routing.priority,
         lora=lora,
         cache_salt=request.cache_salt,
