@@ -13,6 +13,7 @@ from windtunnel.serve.config import ServeConfig
 from windtunnel.serve.flags import apply_values, check
 from windtunnel.serve.server import SimulatorProcess, uvicorn_config
 from windtunnel.serve.state import Server
+from windtunnel.wire.family import WireError
 
 PATIENCE_S = 20
 """No test waits longer for a state than this; reaching it is a failure, never a pass."""
@@ -34,6 +35,10 @@ class LiveServer:
 
     def states(self) -> list[str]:
         return [view.state.value for view in self.server.engine.live()]
+
+    def published(self) -> float:
+        """Running and waiting requests as the gauges say: what the last step has delivered."""
+        return self.gauge("vllm:num_requests_running") + self.gauge("vllm:num_requests_waiting")
 
     def gauge(self, name: str) -> float:
         from prometheus_client.parser import text_string_to_metric_families
@@ -59,6 +64,7 @@ async def live(**values: Any) -> AsyncIterator[LiveServer]:
                 await asyncio.sleep(0)
         yield LiveServer(server, process)
     finally:
+        server.jobs.fail_all(WireError("the test is over", 500))
         process.should_exit = process.force_exit = True
         await task
         server.close()

@@ -3,7 +3,7 @@
 import logging
 
 import pytest
-from live import FOREVER_NS, LiveServer, RawClient, live, request_bytes
+from tests.serve.live import FOREVER_NS, LiveServer, RawClient, live, request_bytes
 
 PHASES = {
     "queued": {"scheduler__max_num_seqs": 1, "pacing__ttft_ns": FOREVER_NS},
@@ -39,6 +39,7 @@ async def test_resources_are_free_within_one_step(
         client = await RawClient.connect(server.port)
         client.send(request_bytes(path, BODIES[path] | {"stream": stream}))
         await server.until(lambda: server.states() == [*quiet, phase])
+        await server.until(lambda: server.published() == len(quiet) + 1)
         usage_before_close = server.gauge("vllm:kv_cache_usage_perc")
         steps = server.server.driver.steps
         with caplog.at_level(logging.INFO, "windtunnel.serve"):
