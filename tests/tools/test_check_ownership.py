@@ -15,8 +15,10 @@ BREAKS = {
     "attribute": ("core/request.py", "class Leak:\n    transport: asyncio.Transport\n"),
     "inside a string annotation": ("core/request.py", "class Leak:\n    held: 'list[StreamWriter]'\n"),
     "nested generic": ("core/request.py", "def leak(writers: dict[str, list[asyncio.WriteTransport]]) -> None: ...\n"),
+    "alias": ("core/request.py", "Line = asyncio.Transport | None\n"),
+    "our own connection": ("serve/jobs.py", "class Leak:\n    line: ClientLine\n"),
     "stream module": ("serve/streams.py", "def leak(cycle: RequestResponseCycle) -> None: ...\n"),
-    "handlers": ("serve/streams.py", "from windtunnel.serve.http import app\n"),
+    "handlers": ("serve/streams.py", "from windtunnel.serve.generate import GenerateRoute\n"),
 }
 
 
@@ -41,7 +43,7 @@ def test_a_broken_copy_fails(name: str, copy: Path, capsys: pytest.CaptureFixtur
 
 
 def test_a_room_outside_the_contract_may_name_them(copy: Path) -> None:
-    (copy / "windtunnel" / "serve" / "http.py").write_text("from starlette.requests import Request\n", encoding="utf-8")
+    (copy / "windtunnel" / "serve" / "http11.py").write_text("from starlette.requests import Request\n", encoding="utf-8")
     assert check_ownership.main([str(copy)]) == 0
 
 
