@@ -104,6 +104,7 @@ class VllmScheduler:
 
     def _leave_running(self, sequence: VllmSequence) -> None:
         sequence.settle()
+        sequence.roomy = False
         del self.running[sequence.run_order]
         sequence.run_order = -1
         self.kv_tokens -= sequence.computed_at_end
@@ -136,7 +137,7 @@ class VllmScheduler:
             if not step.budget:
                 self._skip(due[at:], step, now_ns)
                 return
-            if sequence.quiet:
+            if sequence.roomy:
                 step.budget -= 1
                 decoding.append(sequence)
             elif not self._plan(sequence, step, now_ns):
@@ -151,6 +152,7 @@ class VllmScheduler:
         if not self._make_room(sequence, tokens, step, now_ns):
             return False
         if sequence.state is State.DECODE:
+            sequence.roomy = True
             step.budget -= 1
             step.decoding.append(sequence)
         else:
@@ -311,15 +313,13 @@ class VllmScheduler:
         first, full = sequence.published, sequence.computed // self.config.block_size
         if full <= first or not self.config.enable_prefix_caching:
             return
-        hashes = sequence.block_hashes(self.hasher, full)[first:full]
-        self.pool.enter(sequence.blocks[first:full], hashes)
+        self.pool.enter(sequence.blocks, sequence.block_hashes(self.hasher, full), first, full)
         sequence.published = full
-        self.report(sequence, first, full)
+        if self.pool.collects_events:
+            self.report(sequence, first, full)
 
     def report(self, sequence: VllmSequence, first: int, stop: int) -> None:
         """Publish BlockStored for blocks first … stop - 1 of a sequence."""
-        if not self.pool.collects_events:
-            return
         size, hashes, lora = self.config.block_size, sequence.hashes, sequence.request.lora
         self.pool.stored(
             hashes[first:stop],
