@@ -1,7 +1,7 @@
 """One sequence inside the vLLM engine.
 
-Most tokens are dull: nothing stops there. `plan_quiet` finds how many dull tokens come next, at most until the block under way is
-full and computed, and prepares their outputs, so that a step costs a dull sequence one countdown. While `quiet` counts down,
+Most tokens are dull: nothing stops there. `plan_quiet` finds how many dull tokens come next, at most until the block under way
+is full and computed, and prepares their outputs: a step costs a dull sequence one countdown. While `quiet` counts down,
 `output` and `computed_at_end` stand where they will be at its end; the properties give the present.
 """
 
