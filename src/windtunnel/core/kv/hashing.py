@@ -6,7 +6,6 @@ digests; a publisher that wants integers takes the low 64 bits (`wire_hash`).
 
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from hashlib import sha256
 from types import MappingProxyType
 from typing import Any
@@ -20,13 +19,13 @@ ExtraKey = tuple[str, ...]
 Digest = Callable[[Any], bytes]
 
 DEFAULT_SEED = "vllm-none-hash"
-"""What vLLM 0.33 hashes into NONE_HASH for the sha256 kinds while PYTHONHASHSEED is unset (found by matching §6.3's vectors)."""
+"""The sha256 kinds hash it into NONE_HASH while PYTHONHASHSEED is unset; found by matching the vectors of the reference."""
 
-_pickled: Callable[[Any], bytes] = partial(pickle.dumps, protocol=5)
+_PICKLE_PROTOCOL = 5
 
 
 def _sha256(value: Any) -> bytes:
-    return sha256(_pickled(value)).digest()
+    return sha256(pickle.dumps(value, _PICKLE_PROTOCOL)).digest()
 
 
 def _sha256_cbor(value: Any) -> bytes:
@@ -34,7 +33,7 @@ def _sha256_cbor(value: Any) -> bytes:
 
 
 def _xxhash(value: Any) -> bytes:
-    return xxhash.xxh3_128_digest(_pickled(value))
+    return xxhash.xxh3_128_digest(pickle.dumps(value, _PICKLE_PROTOCOL))
 
 
 def _xxhash_cbor(value: Any) -> bytes:

@@ -29,19 +29,27 @@ class Completion:
 
     def _decode(self) -> None:
         append = self._outputs.append
-        dull = 0
         for sequence in self._step.decoding:
             quiet = sequence.quiet
-            if quiet:
+            if quiet > 1:
                 sequence.quiet = quiet - 1
                 append(next(sequence.feed))
-                dull += 1
             elif sequence.run_order >= 0 and sequence.abort_step < 0:
-                sequence.computed_at_end += 1
-                self._scheduler.kv_tokens += 1
-                self._scheduler.publish(sequence)
-                self._emit(sequence)
-        self._scheduler.kv_tokens += dull
+                self._decode_last_planned(sequence)
+            else:
+                self._scheduler.kv_tokens -= 1
+        self._scheduler.kv_tokens += len(self._step.decoding)
+
+    def _decode_last_planned(self, sequence: VllmSequence) -> None:
+        if sequence.quiet:
+            sequence.quiet = 0
+            self._outputs.append(next(sequence.feed))
+            self._scheduler.publish(sequence)
+            sequence.plan_quiet(self._scheduler.config.block_size)
+        else:
+            sequence.computed_at_end += 1
+            self._scheduler.publish(sequence)
+            self._emit(sequence)
 
     def _prefill(self, sequence: VllmSequence, tokens: int) -> None:
         sequence.computed_at_end += tokens

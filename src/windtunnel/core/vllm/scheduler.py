@@ -41,7 +41,7 @@ class VllmScheduler:
         self._running_loras: Counter[int] = Counter()
         self._lora_slot_freed = False
         self._blocked: tuple[int, int] | None = None
-        """(pool version, running) when the head last did not fit; the same again would fail again."""
+        """(pool version, running) when the head last did not fit: the same again is no reason for a step."""
 
     # What is due
 
@@ -54,6 +54,7 @@ class VllmScheduler:
         return max(clock_ns, min(due)) if due else None
 
     def _admission_open(self) -> bool:
+        """The head might be admitted, as far as one can tell without trying."""
         if not self.waiting or len(self.running) >= self.config.max_num_seqs:
             return False
         return self._blocked != (self.pool.version, len(self.running))
@@ -104,6 +105,7 @@ class VllmScheduler:
 
     def _leave_running(self, sequence: VllmSequence) -> None:
         sequence.settle()
+        sequence.roomy = False
         del self.running[sequence.run_order]
         sequence.run_order = -1
         self.kv_tokens -= sequence.computed_at_end
@@ -136,7 +138,7 @@ class VllmScheduler:
             if not step.budget:
                 self._skip(due[at:], step, now_ns)
                 return
-            if sequence.quiet:
+            if sequence.roomy:
                 step.budget -= 1
                 decoding.append(sequence)
             elif not self._plan(sequence, step, now_ns):
@@ -151,6 +153,7 @@ class VllmScheduler:
         if not self._make_room(sequence, tokens, step, now_ns):
             return False
         if sequence.state is State.DECODE:
+            sequence.roomy = True
             step.budget -= 1
             step.decoding.append(sequence)
         else:
@@ -215,7 +218,9 @@ class VllmScheduler:
             self._enqueue(sequence)
 
     def _admit(self, step: Step, now_ns: int) -> None:
-        while step.budget and self._admission_open():
+        if self.config.reserve_full_isl and not self._admission_open():
+            return
+        while step.budget and self.waiting and len(self.running) < self.config.max_num_seqs:
             sequence = self.waiting.peek()
             if self._defer_for_lora(sequence, now_ns):
                 continue
@@ -289,15 +294,16 @@ class VllmScheduler:
             self.report(sequence, 0, sequence.published)
 
     def reconfigure(self, config: VllmEngineConfig, pacing: Pacing, now_ns: int) -> None:
-        """Take new limits and a new pace; what has been drawn already stands."""
-        became_free = self.pacing.lock_step and not pacing.lock_step
+        """Take new limits and a new pace between two steps; deadlines that have been drawn stand."""
+        was_lock_step = self.pacing.lock_step
         self.config, self.pacing = config, pacing
         self._blocked, self._lora_slot_freed = None, True
-        if became_free:
-            self._ready = ReadyTimes()
-            self.delay_until(now_ns)
-            for sequence in self.running.values():
-                self.await_turn(sequence, now_ns)
+        if was_lock_step == pacing.lock_step:
+            return
+        self._ready = ReadyTimes()
+        for sequence in self.running.values():
+            sequence.ready_at_ns = now_ns
+            self.await_turn(sequence, now_ns)
 
     def delay_until(self, now_ns: int) -> None:
         """Let no deadline lie in the past: a pause is not made up for."""
@@ -311,15 +317,13 @@ class VllmScheduler:
         first, full = sequence.published, sequence.computed // self.config.block_size
         if full <= first or not self.config.enable_prefix_caching:
             return
-        hashes = sequence.block_hashes(self.hasher, full)[first:full]
-        self.pool.enter(sequence.blocks[first:full], hashes)
+        self.pool.enter(sequence.blocks, sequence.block_hashes(self.hasher, full), first, full)
         sequence.published = full
-        self.report(sequence, first, full)
+        if self.pool.collects_events:
+            self.report(sequence, first, full)
 
     def report(self, sequence: VllmSequence, first: int, stop: int) -> None:
         """Publish BlockStored for blocks first … stop - 1 of a sequence."""
-        if not self.pool.collects_events:
-            return
         size, hashes, lora = self.config.block_size, sequence.hashes, sequence.request.lora
         self.pool.stored(
             hashes[first:stop],

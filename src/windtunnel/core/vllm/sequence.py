@@ -1,8 +1,8 @@
 """One sequence inside the vLLM engine.
 
-Most tokens are dull: no block begins or ends with them and nothing stops there. `plan_quiet` finds how many dull tokens come
-next and prepares their outputs, so that a step costs a dull sequence one countdown. While `quiet` counts down, `output` and
-`computed_at_end` stand where they will be at its end; the properties give the present.
+Most tokens are dull: nothing stops there. `plan_quiet` finds how many dull tokens come next, at most until the block under way
+is full and computed, and prepares their outputs: a step costs a dull sequence one countdown. While `quiet` counts down,
+`output` and `computed_at_end` stand where they will be at its end; the properties give the present.
 """
 
 from collections.abc import Iterator, Sequence
@@ -42,6 +42,7 @@ class VllmSequence:
         "ready_at_ns",
         "request",
         "request_id",
+        "roomy",
         "run_order",
         "since_ns",
         "state",
@@ -68,6 +69,8 @@ class VllmSequence:
         self.computed_at_end = 0
         self.quiet = 0
         self.feed = _NO_OUTPUTS
+        self.roomy = False
+        """Decodes, and its last block takes the next token: the scheduler need not look closer."""
         self.cached_tokens = 0
         self.admitted = False
         """Has been scheduled once; later admissions follow a preemption."""
@@ -136,13 +139,11 @@ class VllmSequence:
         return (FinishReason.LENGTH if made >= self.output_limit else None), None
 
     def plan_quiet(self, block_size: int) -> None:
-        """After a step in which this decoding sequence was not dull: prepare the dull tokens that follow."""
-        tokens = self.num_tokens
-        filled = tokens % block_size
-        if filled < 2:
-            return
+        """After a token that was the last planned one: prepare the dull ones that follow."""
         made = len(self.output)
-        count = min(block_size - filled, self.output_limit - made - 1)
+        tokens = self.prompt_len + made
+        self.roomy = len(self.blocks) * block_size >= tokens
+        count = min(block_size - (tokens - 1) % block_size, self.output_limit - made - 1)
         if count < 1:
             return
         planned = self.request.source.token_ids(made, count)
