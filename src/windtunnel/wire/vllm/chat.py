@@ -309,8 +309,10 @@ def _template_text(conversation: list[dict[str, Any]], request: Any, env: Server
 
 
 def _tool_value(tool: Any) -> dict[str, Any]:
+    """A tool as the template sees it: an absent description is null, the members that vLLM added are left out."""
     value: dict[str, Any] = tool.model_dump(exclude_none=True)
-    return value
+    function = {"name": None, "description": None, "parameters": None} | value["function"]
+    return value | {"function": function}
 
 
 def chat_sampling(request: Any, env: ServerEnv, prompt_tokens: int) -> sampling.Sampling:
@@ -424,8 +426,8 @@ class ChatEncoder:
         self._roles_sent = True
         spec = self._spec
         prompt = spec.prompts[0]
-        after = {"prompt_token_ids": list(prompt.token_ids) if spec.token_ids else None}
-        after |= {"prompt_text": _prompt_text(prompt, spec)}
+        after: dict[str, Any] = {"prompt_token_ids": list(prompt.token_ids) if spec.token_ids else None}
+        after["prompt_text"] = _prompt_text(prompt, spec)
         first = [self._bare_chunk(index, {"role": spec.role, "content": ""}, after) for index in range(spec.n)]
         if spec.echo_text:
             first += [self._bare_chunk(index, {"content": spec.echo_text}, {}) for index in range(spec.n)]

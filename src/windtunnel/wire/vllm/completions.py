@@ -198,7 +198,7 @@ def _prompts(request: CompletionRequest, env: ServerEnv) -> tuple[PromptPlan, ..
     elif prompt and isinstance(prompt[0], int):
         given = [prompt]  # type: ignore[list-item]
     else:
-        given = list(prompt or ())  # type: ignore[arg-type]
+        given = list(prompt or ())
     if not given:
         raise WireError("You must pass at least one prompt")
     if len(given) > prompts.MAX_PROMPTS:
@@ -244,13 +244,17 @@ def _spec(
         logprobs=sampled.logprobs,
         prompt_logprobs=sampled.prompt_logprobs,
         token_ids=bool(request.return_token_ids),
-        as_ids=env.return_tokens_as_token_ids if request.return_tokens_as_token_ids is None else request.return_tokens_as_token_ids,
+        as_ids=_or_default(request.return_tokens_as_token_ids, env.return_tokens_as_token_ids),
         include_usage=forced or bool(options and options.include_usage),
         continuous_usage=forced or bool(options and options.include_usage and options.continuous_usage_stats),
         n=sampled.n,
         prompts=planned,
         beam=sampled.beam,
     )
+
+
+def _or_default(value: bool | None, default: bool) -> bool:
+    return default if value is None else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,9 +373,8 @@ def _chunk_head(spec: CompletionSpec) -> bytes:
 
 
 def _plain_tail(spec: CompletionSpec) -> bytes:
-    told: dict[str, Any] = {"logprobs": None, "finish_reason": None, "stop_reason": None, "prompt_token_ids": None, "token_ids": None}
-    if spec.env.profile.weight_versions:
-        told["weight_versions"] = None
+    names = ["logprobs", "finish_reason", "stop_reason", "prompt_token_ids", "token_ids"]
+    told = dict.fromkeys(names) | chunks.weight_versions(spec.env)
     after = b',"kv_transfer_params":null' if spec.env.profile.stream_kv_transfer else b""
     return b",%b]%b}\n\n" % (http.dumps(told)[1:], after)
 
