@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from windtunnel.wire import http
 from windtunnel.wire.env import ServerEnv
@@ -31,7 +31,7 @@ class CompletionRequest(fields.OpenModel):
     n: int = 1
     presence_penalty: float | None = None
     seed: Int64 | None = None
-    stop: str | StopList | None = []
+    stop: str | StopList | None = None
     stream: bool | None = False
     stream_options: fields.StreamOptions | None = None
     suffix: str | None = None
@@ -44,7 +44,7 @@ class CompletionRequest(fields.OpenModel):
     repetition_penalty: float | None = None
     watermarking: bool | None = None
     length_penalty: float = 1.0
-    stop_token_ids: list[int] | None = []
+    stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     min_tokens: int = 0
@@ -55,7 +55,7 @@ class CompletionRequest(fields.OpenModel):
     allowed_token_ids: list[int] | None = None
     prompt_logprobs: int | None = None
     logprob_token_ids: list[int] | None = None
-    bad_words: list[str] = []
+    bad_words: list[str] = Field(default_factory=list)
     prompt_embeds: str | list[str] | None = None
     add_special_tokens: bool = True
     response_format: fields.AnyResponseFormat | None = None
@@ -191,14 +191,9 @@ def check_cache_salt(salt: str | None, env: ServerEnv) -> None:
 
 
 def _prompts(request: CompletionRequest, env: ServerEnv) -> tuple[PromptPlan, ...]:
-    prompt = request.prompt
-    given: list[str | list[int]]
-    if isinstance(prompt, str):
-        given = [prompt]
-    elif prompt and isinstance(prompt[0], int):
-        given = [prompt]  # type: ignore[list-item]
-    else:
-        given = list(prompt or ())
+    prompt: Any = request.prompt
+    single = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
+    given = [prompt] if single else list(prompt or ())
     if not given:
         raise WireError("You must pass at least one prompt")
     if len(given) > prompts.MAX_PROMPTS:
