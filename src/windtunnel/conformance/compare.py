@@ -135,7 +135,7 @@ def _joined(first: Any, second: Any) -> Any:
     """`second` with the text of `first` in front; None when they cannot be one frame."""
     if not isinstance(first, dict) or not isinstance(second, dict):
         return None
-    choices = [value.get("choices") for value in (first, second)]
+    choices: list[Any] = [value.get("choices") for value in (first, second)]
     if not all(isinstance(side, list) and len(side) == 1 for side in choices):
         return None
     before, after = choices[0][0], choices[1][0]
@@ -146,7 +146,7 @@ def _joined(first: Any, second: Any) -> Any:
 
 
 def _joined_choice(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any] | None:
-    ids = [side.get("token_ids") for side in (before, after)]
+    ids: list[Any] = [side.get("token_ids") for side in (before, after)]
     token_ids = ids[0] + ids[1] if all(isinstance(side, list) for side in ids) else ids[1]
     extra = {"token_ids": token_ids} if "token_ids" in after else {}
     if "text" in after:

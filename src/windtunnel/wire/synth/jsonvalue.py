@@ -72,12 +72,11 @@ class _Maker:
 
     def _flat(self, schema: Mapping[str, Any], depth: int) -> Mapping[str, Any]:
         """The schema with its combinations decided and merged in."""
+        if depth > DEEP:
+            raise Impossible
         base = {key: value for key, value in schema.items() if key not in _COMBINED}
         for part in self._parts(schema, depth):
-            chosen = self._flat({} if part is True else part, depth + 1) if part is not False else None
-            if chosen is None or depth > DEEP:
-                raise Impossible
-            base = merge(base, chosen)
+            base = merge(base, self._flat(_opened(part), depth + 1))
         return base
 
     def _parts(self, schema: Mapping[str, Any], depth: int) -> Iterator[Schema]:
@@ -205,7 +204,7 @@ class _Maker:
             raise Impossible
 
     def _new_key(self, flat: Mapping[str, Any]) -> str:
-        names = [key for key in flat.get("properties", {})]
+        names: list[str] = list(flat.get("properties", {}))
         patterns = list(flat.get("patternProperties", ()))
         kind = self._draw.below(3)
         if kind == 0 and names:

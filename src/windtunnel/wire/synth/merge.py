@@ -1,5 +1,6 @@
 """Two schemas that must both hold, as one: keyword by keyword."""
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,26 +14,30 @@ class Impossible(Exception):
 def merge(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
     """A schema that asks for what both ask. Raises Impossible when they contradict each other on sight.
 
-    Keywords without a rule keep both sides in an `allOf` that the validator judges later.
+    Of keywords without a rule the second side is kept: the finished value is judged against the whole schema anyway.
     """
+    first, second = _closed(first, second), _closed(second, first)
     out = dict(first)
     for name, value in second.items():
         if name not in out or equal(out[name], value):
             out[name] = value
-        elif name in _RULES:
-            out[name] = _RULES[name](out[name], value)
         else:
-            out["not"] = _both_not(out, name, value)
-            if name != "not":
-                out[name] = value
+            out[name] = _RULES[name](out[name], value) if name in _RULES else value
     return out
 
 
-def _both_not(out: Mapping[str, Any], name: str, value: Any) -> Any:
-    """`not` of both; other keywords without a rule are left to the final judgement."""
-    if name == "not":
-        return {"anyOf": [out["not"], value]}
-    return out.get("not", False)
+def _closed(one: Mapping[str, Any], other: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`one` with what `other` says about the members and items that only `one` describes."""
+    out = dict(one)
+    extra = other.get("additionalProperties", True)
+    if extra is not True and "properties" in one and not other.get("patternProperties"):
+        known = other.get("properties", {})
+        out["properties"] = {key: value if key in known else _both(value, extra) for key, value in one["properties"].items()}
+    items = other.get("items", True)
+    if items is not True and "prefixItems" in one:
+        fixed = len(other.get("prefixItems", ()))
+        out["prefixItems"] = [value if at < fixed else _both(value, items) for at, value in enumerate(one["prefixItems"])]
+    return out
 
 
 def _types(first: Any, second: Any) -> list[str]:
@@ -80,8 +85,6 @@ def _names(first: Mapping[str, list[str]], second: Mapping[str, list[str]]) -> d
 
 def _multiple(first: float, second: float) -> float:
     if isinstance(first, int) and isinstance(second, int):
-        import math
-
         return math.lcm(first, second)
     return max(first, second)
 
@@ -99,6 +102,7 @@ _RULES: Mapping[str, Callable[[Any, Any], Any]] = {
     "contains": _both,
     "additionalProperties": _both,
     "propertyNames": _both,
+    "not": lambda first, second: {"anyOf": [first, second]},
     "prefixItems": _prefix,
     "multipleOf": _multiple,
     "uniqueItems": lambda first, second: first or second,

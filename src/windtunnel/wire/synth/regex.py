@@ -80,9 +80,9 @@ _SUPPORTED = frozenset({c.LITERAL, c.NOT_LITERAL, c.ANY, c.IN, c.BRANCH, c.SUBPA
 def accepts(op: Any, value: Any, char: str) -> bool:
     """Whether a node that stands for one character takes `char`."""
     if op is c.LITERAL:
-        return ord(char) == value
+        return bool(ord(char) == value)
     if op is c.NOT_LITERAL:
-        return ord(char) != value
+        return bool(ord(char) != value)
     if op is c.ANY:
         return char != "\n"
     return _in_set(value, char)

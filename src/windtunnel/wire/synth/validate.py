@@ -104,13 +104,13 @@ def _items(v: Validator, value: list[Any], wanted: Any, schema: Mapping[str, Any
 
 def _contains(v: Validator, value: list[Any], wanted: Any, schema: Mapping[str, Any]) -> bool:
     found = sum(v.valid(item, wanted) for item in value)
-    return schema.get("minContains", 1) <= found <= schema.get("maxContains", len(value))
+    return bool(schema.get("minContains", 1) <= found <= schema.get("maxContains", len(value)))
 
 
 def extras(value: Mapping[str, Any], schema: Mapping[str, Any]) -> list[str]:
     """Members that neither `properties` nor `patternProperties` describe."""
     patterns = [compiled(pattern) for pattern in schema.get("patternProperties", ())]
-    known = schema.get("properties", {})
+    known: Mapping[str, Any] = schema.get("properties", {})
     return [key for key in value if key not in known and not any(pattern.search(key) for pattern in patterns)]
 
 
