@@ -5,8 +5,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from windtunnel.conformance.cases import Answer
-from windtunnel.conformance.normalise import (
+from tests.conformance.cases import Answer
+from tests.conformance.normalise import (
     FREE_LENGTHS,
     IGNORED_HEADERS,
     PRESENT_HEADERS,

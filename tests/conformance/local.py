@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
-from windtunnel.conformance.cases import Answer, Case
+from tests.conformance.cases import Answer, Case
 from windtunnel.core.request import Lora
 from windtunnel.core.tokenizer import Tokenizer
 from windtunnel.wire.env import ServerEnv, counting_ids

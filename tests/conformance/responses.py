@@ -4,9 +4,9 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from windtunnel.conformance.cases import Case
-from windtunnel.conformance.compare import frames
-from windtunnel.conformance.segment import Piece, Vocabulary
+from tests.conformance.cases import Case
+from tests.conformance.compare import frames
+from tests.conformance.segment import Piece, Vocabulary
 from windtunnel.core.tokenizer import Tokenizer
 from windtunnel.wire.recorded import body_hash
 
