@@ -93,6 +93,7 @@ class StormSection(_Section):
     survivors: int = 0
     how: tuple[How, ...] = (How.FIN,)
     when: Annotated[Trigger, BeforeValidator(_trigger)] = Trigger()
+    victim_concurrency: int = 0
     hold: bool = False
     victim: ShapeSection = ShapeSection(max_tokens=256)
     survivor: ShapeSection = ShapeSection(max_tokens=64)
@@ -124,6 +125,7 @@ class StormSection(_Section):
             survivors=self.survivors,
             how=self.how,
             when=Trigger(self.when.moment, self.when.count, scaled(self.when.after_ns)),
+            victim_concurrency=self.victim_concurrency,
             hold=self.hold,
             victim=self.victim.shape(),
             survivor=self.survivor.shape(),

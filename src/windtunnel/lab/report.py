@@ -69,7 +69,7 @@ def html(document: Document) -> str:
     environment.filters["percent"] = percent
     environment.filters["number"] = number
     environment.filters["p_value"] = p_value
-    page = environment.get_template("report.html.j2")
+    page = environment.get_template("report.html.jinja")
     return page.render(
         document=document,
         verdict=_VERDICT_WORDS[document["verdict"]],
