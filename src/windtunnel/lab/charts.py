@@ -200,7 +200,7 @@ def rate_plot(effect: Document) -> RatePlot | None:
     """Both arms' rates with their exact intervals, or None when the effect is not a rate."""
     if not effect.get("control_ci95"):
         return None
-    top = min(1.0, max(effect["control_ci95"][1], effect["treatment_ci95"][1]) * 1.1)
+    top: float = min(1.0, max(effect["control_ci95"][1], effect["treatment_ci95"][1]) * 1.1)
 
     def x(rate: float) -> float:
         return round(LEFT + _PLOT_WIDTH * min(rate / top, 1.0), 2)

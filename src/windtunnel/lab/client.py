@@ -305,5 +305,3 @@ def _object(data: bytes) -> dict[str, Any]:
     if not isinstance(payload, dict):
         raise MalformedResponse(f"not a JSON object: {_shorten(data)!r}")
     return payload
-
-

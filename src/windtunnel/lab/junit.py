@@ -12,7 +12,9 @@ def junit_xml(document: Document) -> str:
 
     Findings of the control arm pass: that arm is there to show them.
     """
-    suite = Element("testsuite", name=document["experiment"], timestamp=document["started_at"], time=str(document["duration_s"]))
+    suite = Element(
+        "testsuite", name=document["experiment"], timestamp=document["started_at"], time=str(document["duration_s"])
+    )
     for prediction in document["predictions"]:
         _prediction(suite, prediction)
     for finding in document["findings"]:
@@ -27,7 +29,9 @@ def junit_xml(document: Document) -> str:
 
 
 def _prediction(suite: Element, prediction: Document) -> None:
-    case = SubElement(suite, "testcase", classname=f"prediction.{prediction['arm']}", name=f"{prediction['id']}: {prediction['text']}")
+    case = SubElement(
+        suite, "testcase", classname=f"prediction.{prediction['arm']}", name=f"{prediction['id']}: {prediction['text']}"
+    )
     rule = f"{prediction['metric']} {prediction['operator']} {prediction['value']} ({prediction['over']} trial)"
     seen = f"{rule}; observed {prediction['observed']}"
     if prediction["holds"] is None:
@@ -37,7 +41,9 @@ def _prediction(suite: Element, prediction: Document) -> None:
 
 
 def _finding(suite: Element, finding: Document) -> None:
-    case = SubElement(suite, "testcase", classname=f"finding.{finding['arm']}", name=f"{finding['name']} in trial {finding['trial']}")
+    case = SubElement(
+        suite, "testcase", classname=f"finding.{finding['arm']}", name=f"{finding['name']} in trial {finding['trial']}"
+    )
     text = "\n".join(finding["evidence"])
     if finding["arm"] == "treatment":
         SubElement(case, "failure", message=finding["usual_cause"]).text = text

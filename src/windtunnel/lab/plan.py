@@ -165,9 +165,21 @@ class StormPlan:
 
 
 _AT_LEAST = {
-    "victims": 0, "victim_concurrency": 0, "rounds": 1, "survivors": 0, "bystanders": 0, "bystander_concurrency": 1, "later": 0, "later_concurrency": 1,
-    "sample_every_ns": MS, "quiet_deadline_ns": 0, "observe_ns": 0, "request_timeout_ns": MS, "bystander_gap_ns": 0, "linger_ns": 0,
-}  # fmt: skip
+    "victims": 0,
+    "victim_concurrency": 0,
+    "rounds": 1,
+    "survivors": 0,
+    "bystanders": 0,
+    "bystander_concurrency": 1,
+    "bystander_gap_ns": 0,
+    "later": 0,
+    "later_concurrency": 1,
+    "sample_every_ns": MS,
+    "quiet_deadline_ns": 0,
+    "observe_ns": 0,
+    "request_timeout_ns": MS,
+    "linger_ns": 0,
+}
 
 
 def check_plan(plan: StormPlan) -> None:
@@ -203,7 +215,7 @@ def _check_limits(plan: StormPlan) -> None:
         raise PlanError(f"{plan.requests} requests are over the limit of {limits.max_requests}; raise it with --max-requests")
     if plan.concurrency > limits.max_concurrency:
         raise PlanError(
-            f"{plan.concurrency} requests at once are over the limit of {limits.max_concurrency}; raise it with --max-concurrency"
+            f"{plan.concurrency} requests at once are over the limit of {limits.max_concurrency}; raise it: --max-concurrency"
         )
 
 

@@ -122,7 +122,9 @@ class _Storm:
         with self._phase("baseline"):
             probe = await run_request(self.session, self._ask(Role.PROBE, Shape(max_tokens=PROBE_TOKENS)))
             if probe.end is not End.FINISHED:
-                raise TargetError(f"{self.session.target.origin.url} does not answer a plain stream: {probe.end.value}, {probe.error}")
+                raise TargetError(
+                    f"{self.session.target.origin.url} does not answer a plain stream: {probe.end.value}, {probe.error}"
+                )
             self._calibrate(probe)
             for _ in range(BASELINE_SAMPLES):
                 await asyncio.sleep(self.plan.sample_every_ns / 1e9)
@@ -183,7 +185,9 @@ class _Storm:
 
         def give_up() -> None:
             if not cue.is_set():
-                self._notes.append("no queue was seen on /metrics: victims left after waiting for one")
+                self._notes.append(
+                    f"no queue was seen on /metrics within {QUEUED_PATIENCE_NS / 1e9:g} s: victims left without one"
+                )
                 cue.set()
 
         self.sampler.listen(look)
@@ -310,6 +314,9 @@ class _Storm:
         streams = self.streams
         if self._oracle:
             streams = judge(streams, Known(record.ask for record in streams), exact_length=self._exact)
+        victims = [record for record in streams if record.ask.role is Role.VICTIM]
+        if victims and not any(record.left_ns for record in victims):
+            self._notes.append("no victim left: all had ended before their moment came; raise max_tokens or leave earlier")
         faults = {record.ask.tag: record.fault for record in streams}
         bystanders = tuple(replace(one, fault=faults.get(one.tag)) if one.tag else one for one in self.bystanders)
         return StormResult(
