@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,7 +82,12 @@ async def _start(words: list[str], env: Mapping[str, str], log: Path) -> asyncio
     with log.open("wb") as out:
         try:
             return await asyncio.create_subprocess_exec(
-                *words, stdin=asyncio.subprocess.DEVNULL, stdout=out, stderr=out, env={**os.environ, **env}, start_new_session=True
+                *words,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                env={**os.environ, **env},
+                start_new_session=True,
             )
         except OSError as error:
             raise Environment(f"cannot start {shlex.join(words)}: {error}") from error
@@ -122,10 +127,8 @@ async def stop(process: asyncio.subprocess.Process) -> None:
 
 
 def _signal_group(pgid: int, number: int) -> None:
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(pgid, number)
-    except ProcessLookupError:
-        pass
 
 
 def count_patterns(log: Path | None, patterns: Mapping[str, str]) -> dict[str, int]:

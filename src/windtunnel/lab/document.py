@@ -29,7 +29,8 @@ def storm_document(result: StormResult) -> dict[str, Any]:
         "series": _series(result.samples),
         "counters": _counters(result),
         "phases": [
-            {"name": phase.name, "start_s": _seconds(phase.started_ns), "end_s": _seconds(phase.ended_ns)} for phase in result.phases
+            {"name": phase.name, "start_s": _seconds(phase.started_ns), "end_s": _seconds(phase.ended_ns)}
+            for phase in result.phases
         ],
         "events": _events(result),
         "findings": finding_documents(find(result)),
@@ -122,7 +123,9 @@ def _series(samples: tuple[Sample, ...]) -> list[dict[str, Any]]:
 def _events(result: StormResult) -> list[dict[str, Any]]:
     """What a time line shows besides the gauges: victims leaving, bystanders and later streams ending."""
     out: list[dict[str, Any]] = [
-        {"t_s": _seconds(stream.left_ns), "what": "left", "detail": stream.left_in} for stream in result.of(Role.VICTIM) if stream.left_ns
+        {"t_s": _seconds(stream.left_ns), "what": "left", "detail": stream.left_in}
+        for stream in result.of(Role.VICTIM)
+        if stream.left_ns
     ]
     out += [
         {"t_s": _seconds(one.ended_ns), "what": "bystander", "kind": one.kind, "status": one.status, "ok": not one.harmed}

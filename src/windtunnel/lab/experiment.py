@@ -11,16 +11,17 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import windtunnel
 from windtunnel.lab.arms import count_patterns, running
-from windtunnel.lab.document import storm_document
-from windtunnel.lab.experiment_file import ArmName, Environment, Experiment
-from windtunnel.lab.plan import StormPlan, check_target_allowed
 from windtunnel.lab.connection import parse_origin
+from windtunnel.lab.document import storm_document
+from windtunnel.lab.experiment_file import Arm, ArmName, Environment, Experiment
+from windtunnel.lab.plan import StormPlan, check_target_allowed
 from windtunnel.lab.storm import StormEvent, run_storm
 from windtunnel.lab.target import TargetError, find_model, make_target
 from windtunnel.lab.verdict import decide, effect_document, holds, observed
@@ -54,7 +55,6 @@ class Progress:
     total: int
     event: StormEvent | None = None
     document: Mapping[str, Any] | None = None
-    error: str | None = None
 
 
 Watcher = Callable[[Progress], None]
@@ -62,7 +62,7 @@ Watcher = Callable[[Progress], None]
 
 def with_options(experiment: Experiment, options: Options) -> Experiment:
     """The experiment as it will be run; the effective values end up in the document."""
-    arms = {}
+    arms: dict[str, Arm] = {}
     for name in ARMS:
         arm = experiment.arm(name)
         changes: dict[str, Any] = {}
@@ -106,19 +106,24 @@ async def run_experiment(
             if stop.is_set():
                 break
             runner = _Trial(experiment, options, name, trial, logs, stop)
-            tell = _teller(watch, name, trial, done, len(order))
-            document = await runner.run(lambda event, tell=tell: tell(event=event), first=not trials[name])
+            tell = partial(_tell, watch, name, trial, done, len(order))
+            document = await runner.run(tell, first=not trials[name])
             trials[name].append({**document, "order": done})
-            tell(document=document, error=document["error"])
+            tell(document=document)
     return make_document(experiment, options, trials, started_at, interrupted=stop.is_set())
 
 
-def _teller(watch: Watcher | None, name: ArmName, trial: int, done: int, total: int) -> Callable[..., None]:
-    def tell(**what: Any) -> None:
-        if watch is not None:
-            watch(Progress(name, trial, done, total, **what))
-
-    return tell
+def _tell(
+    watch: Watcher | None,
+    name: ArmName,
+    trial: int,
+    done: int,
+    total: int,
+    event: StormEvent | None = None,
+    document: Mapping[str, Any] | None = None,
+) -> None:
+    if watch is not None:
+        watch(Progress(name, trial, done, total, event, document))
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,17 +240,25 @@ def _arm_document(experiment: Experiment, name: ArmName, trials: list[dict[str, 
 def _findings(trials: Mapping[ArmName, list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Every finding of every trial, with where it was made."""
     return [
-        {**finding, "arm": name, "trial": trial["trial"]} for name in ARMS for trial in trials[name] for finding in trial["findings"]
+        {**finding, "arm": name, "trial": trial["trial"]}
+        for name in ARMS
+        for trial in trials[name]
+        for finding in trial["findings"]
     ]
 
 
 def _versions() -> dict[str, str]:
-    return {"windtunnel": windtunnel.__version__, "python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
+    return {
+        "windtunnel": windtunnel.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+    }
 
 
 def reproduce(experiment: Experiment, options: Options) -> str:
     """The command that runs this again, as a person would type it."""
-    words = ["windtunnel", "experiment", "run", experiment.name, "--trials", str(experiment.trials), "--seed", str(experiment.seed)]
+    words = ["windtunnel", "experiment", "run", experiment.name]
+    words += ["--trials", str(experiment.trials), "--seed", str(experiment.seed)]
     if options.time_scale != 1.0:
         words += ["--time-scale", f"{options.time_scale:g}"]
     for name, command in (options.commands or {}).items():

@@ -9,7 +9,7 @@ the plan's duration limit is reached; cancelling it cancels everything it starte
 """
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
@@ -122,7 +122,9 @@ class _Storm:
         with self._phase("baseline"):
             probe = await run_request(self.session, self._ask(Role.PROBE, Shape(max_tokens=PROBE_TOKENS)))
             if probe.end is not End.FINISHED:
-                raise TargetError(f"{self.session.target.origin.url} does not answer a plain stream: {probe.end.value}, {probe.error}")
+                raise TargetError(
+                    f"{self.session.target.origin.url} does not answer a plain stream: {probe.end.value}, {probe.error}"
+                )
             self._calibrate(probe)
             for _ in range(BASELINE_SAMPLES):
                 await asyncio.sleep(self.plan.sample_every_ns / 1e9)
@@ -149,7 +151,7 @@ class _Storm:
             await self._settle()
         if self.plan.later:
             with self._phase("later"):
-                asks = [self._ask(Role.LATER, self.plan.later_shape) for _ in range(self.plan.later)]
+                asks = [(self._ask(Role.LATER, self.plan.later_shape), None) for _ in range(self.plan.later)]
                 await self._crowd(asks, self.plan.later_concurrency)
         if not self.plan.quiet_before_later:
             await self._settle()
@@ -159,13 +161,10 @@ class _Storm:
         plan = self.plan
         async with asyncio.TaskGroup() as survivors:
             with self._phase("storm"):
-                leaves = self._leaves()
-                victims = [
-                    asyncio.create_task(self._follow(self._ask(Role.VICTIM, plan.victim, round_), leave)) for leave in leaves
-                ]
+                victims = [(self._ask(Role.VICTIM, plan.victim, round_), leave) for leave in self._leaves()]
                 for _ in range(plan.survivors):
                     survivors.create_task(self._follow(self._ask(Role.SURVIVOR, plan.survivor, round_)))
-                await _all(victims)
+                await self._crowd(victims, plan.victim_concurrency or plan.victims)
             with self._phase("bystanders"):
                 await self._bystander_round(round_)
 
@@ -186,7 +185,9 @@ class _Storm:
 
         def give_up() -> None:
             if not cue.is_set():
-                self._notes.append("no queue was seen on /metrics: victims left after waiting for one")
+                self._notes.append(
+                    f"no queue was seen on /metrics within {QUEUED_PATIENCE_NS / 1e9:g} s: victims left without one"
+                )
                 cue.set()
 
         self.sampler.listen(look)
@@ -235,12 +236,13 @@ class _Storm:
         self.streams.append(record)
         return BystanderRecord(kind.name, record.started_ns, record.ended_ns, kind.expect_status, record.status, error, ask.tag)
 
-    async def _crowd(self, asks: list[Ask], concurrency: int) -> None:
+    async def _crowd(self, asks: Sequence[tuple[Ask, Leave | None]], concurrency: int) -> None:
+        """All of `asks`, by so many clients that each send one after the other."""
         todo = iter(asks)
 
         async def one_client() -> None:
-            for ask in todo:
-                await self._follow(ask)
+            for ask, leave in todo:
+                await self._follow(ask, leave)
 
         await _all([asyncio.create_task(one_client()) for _ in range(min(len(asks), concurrency))])
 
@@ -312,6 +314,9 @@ class _Storm:
         streams = self.streams
         if self._oracle:
             streams = judge(streams, Known(record.ask for record in streams), exact_length=self._exact)
+        victims = [record for record in streams if record.ask.role is Role.VICTIM]
+        if victims and not any(record.left_ns for record in victims):
+            self._notes.append("no victim left: all had ended before their moment came; raise max_tokens or leave earlier")
         faults = {record.ask.tag: record.fault for record in streams}
         bystanders = tuple(replace(one, fault=faults.get(one.tag)) if one.tag else one for one in self.bystanders)
         return StormResult(

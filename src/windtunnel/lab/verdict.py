@@ -62,7 +62,7 @@ def _from_series(trial: Trial, gauge: str, fold: str, at: str | None) -> float |
         due = max(left, default=0.0) + parse_duration_ns(at) / 1e9
         return next((float(value) for t_s, value in rows if t_s >= due), None)
     values = [float(value) for _, value in rows]
-    return {"max": max, "min": min, "last": lambda all_: all_[-1]}[fold](values)
+    return {"max": max(values), "min": min(values), "last": values[-1]}[fold]
 
 
 def holds(prediction: Prediction, trials: Sequence[Trial]) -> bool | None:
@@ -93,7 +93,7 @@ def _pair(prediction: Prediction, trial: Trial) -> tuple[float, float] | None:
 
 
 def effect_document(effect: Effect, control: Sequence[Trial], treatment: Sequence[Trial]) -> dict[str, Any]:
-    """The comparison of the arms; members are null when it cannot be made. Rates and their difference are control - treatment."""
+    """The comparison of the arms; members are null when it cannot be made. The difference is control - treatment."""
     out: dict[str, Any] = {"metric": effect.metric, "of": effect.of, "alpha": effect.alpha}
     comparison, extra = _compare_counts(effect, control, treatment) if effect.of else _compare(effect, control, treatment)
     if comparison is None:
