@@ -78,7 +78,7 @@ class GenerateRoute:
         line: ClientLine = scope[LINE]
         end = asyncio.Event()
         choices = self._choices(generation, keep=False)
-        sink, stall = line.sink(), StallTimer(self._server, line)
+        sink, stall = line.sink(self._server.cork), StallTimer(self._server, line)
         answer = StreamedAnswer(choices, _prompt_tokens(generation), end.set, self._family.encoder(generation), sink, stall)
         job: Job | Refusal | None = None
         if len(choices) == 1 and generation.late_error is None:
@@ -139,6 +139,7 @@ class Departure:
             return
         self._answer.abandon()
         self._server.seams.disconnected(self._server.jobs.drop, self._job.request_ids)
+        self._job.settle()
         tokens = self._answer.usage.completion_tokens
         self._report(self._job.response_id, f"after {tokens} tokens" if tokens else "before the first token")
         self._end.set()
@@ -157,7 +158,7 @@ class StallTimer:
     def __call__(self, stalled: bool) -> None:
         self.cancel()
         if stalled:
-            self._handle = self._server.loop.call_later(self._server.config.limits.write_deadline_ns / 1e9, self._line.sink().cut)
+            self._handle = self._server.loop.call_later(self._server.config.limits.write_deadline_ns / 1e9, self._line.cut)
 
     def cancel(self) -> None:
         if self._handle is not None:

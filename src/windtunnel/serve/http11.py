@@ -20,6 +20,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 LINE = "windtunnel.line"
 _FRAME_END = b"\n\n"
+LANE_TEXT_MAX = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,18 +33,41 @@ class HttpLimits:
     write_buffer_bytes: int = 256 * 1024
 
 
+class Cork:
+    """Collects what the sinks get during one turn of a driver, so that each socket is written once. One for each server."""
+
+    __slots__ = ("_dirty", "active")
+
+    def __init__(self) -> None:
+        self.active = False
+        self._dirty: list[ChunkSink] = []
+
+    def add(self, sink: "ChunkSink") -> None:
+        self._dirty.append(sink)
+
+    def release(self) -> None:
+        """End of the turn: write everything."""
+        self.active = False
+        dirty, self._dirty = self._dirty, []
+        for sink in dirty:
+            sink.flush()
+
+
 class ChunkSink:
     """Writes the chunked body of one response, frame by frame. After the client has gone, writes are dropped.
 
     Blocked until `open` says that the head is out; from there to the last ASGI body message the transport is this sink's alone.
     """
 
-    __slots__ = ("_line", "_opened", "_transport")
+    __slots__ = ("_cork", "_line", "_opened", "_transport", "parts")
 
-    def __init__(self, line: "ClientLine", transport: Any) -> None:
+    def __init__(self, line: "ClientLine", transport: Any, cork: Cork) -> None:
         self._line = line
         self._transport = transport
+        self._cork = cork
         self._opened = False
+        self.parts: list[bytes] = []
+        """Chunks of this turn that are not written yet."""
 
     def open(self) -> None:
         """The head has been sent."""
@@ -57,14 +81,27 @@ class ChunkSink:
         return self._line.blocked or not self._opened
 
     def write(self, frames: bytes) -> None:
-        """One chunk for each SSE frame (they end in a blank line), all in one write."""
+        """One chunk for each SSE frame (they end in a blank line)."""
         if self._line.gone or not frames:
             return
+        if not self.parts:
+            self._cork.add(self)
         if frames.find(_FRAME_END) == len(frames) - 2:
-            self._transport.write(b"%x\r\n%b\r\n" % (len(frames), frames))
+            self.parts.append(b"%x\r\n%b\r\n" % (len(frames), frames))
         else:
-            parts = frames.split(_FRAME_END)[:-1]
-            self._transport.write(b"".join([b"%x\r\n%b\n\n\r\n" % (len(part) + 2, part) for part in parts]))
+            self.parts += [b"%x\r\n%b\n\n\r\n" % (len(part) + 2, part) for part in frames.split(_FRAME_END)[:-1]]
+        if not self._cork.active:
+            self._cork.release()
+
+    def flush(self) -> None:
+        data = b"".join(self.parts)
+        self.parts.clear()
+        if not self._line.gone:
+            self._transport.write(data)
+
+    def lane(self, head: bytes, tail: bytes) -> "Lane":
+        """The fast way for frames that are all `head`, a short text, `tail`."""
+        return Lane(self, self._line, self._cork, head, tail)
 
     def on_writable(self, callback: Callable[[], None]) -> None:
         self._line.writable_callback = callback
@@ -72,6 +109,31 @@ class ChunkSink:
     def cut(self) -> None:
         """Close the connection without the terminating chunk."""
         self._transport.abort()
+
+
+class Lane:
+    """Frames of one choice that differ in a short text only: three references for each, joined at the end of the turn."""
+
+    __slots__ = ("_cork", "_line", "_parts", "_prefixes", "_sink", "_tail")
+
+    def __init__(self, sink: ChunkSink, line: "ClientLine", cork: Cork, head: bytes, tail: bytes) -> None:
+        size = len(head) + len(tail)
+        self._prefixes = [b"%x\r\n%b" % (size + length, head) for length in range(LANE_TEXT_MAX + 1)]
+        self._tail = tail + b"\r\n"
+        self._sink = sink
+        self._parts = sink.parts
+        self._line = line
+        self._cork = cork
+
+    def push(self, text: bytes) -> bool:
+        """Add the frame around `text` (at most LANE_TEXT_MAX bytes). False, and nothing done, while the reader is slow."""
+        parts = self._parts
+        if self._line.blocked:
+            return False
+        if not parts:
+            self._cork.add(self._sink)
+        parts += (self._prefixes[len(text)], text, self._tail)
+        return True
 
 
 class ClientLine:
@@ -93,8 +155,12 @@ class ClientLine:
         else:
             self._gone_callback = callback
 
-    def sink(self) -> ChunkSink:
-        return ChunkSink(self, self._cycle.transport)
+    def sink(self, cork: Cork) -> ChunkSink:
+        return ChunkSink(self, self._cycle.transport, cork)
+
+    def cut(self) -> None:
+        """Close the connection at once."""
+        self._cycle.transport.abort()
 
     def lost(self) -> None:
         self._cycle.disconnected = not self._cycle.response_complete

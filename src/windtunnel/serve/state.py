@@ -19,6 +19,7 @@ from windtunnel.serve.config import ServeConfig, as_json
 from windtunnel.serve.driver import EngineDriver
 from windtunnel.serve.engines import engine_config, make_metrics, make_pacing
 from windtunnel.serve.flags import live_changes
+from windtunnel.serve.http11 import Cork
 from windtunnel.serve.jobs import Jobs
 from windtunnel.serve.keepalive import keep_alive
 from windtunnel.serve.seams import Seams, load
@@ -38,6 +39,7 @@ class Server:
         self.config = config
         self.loop = loop
         self.load = 0
+        self.cork = Cork()
         self.seams: Seams = load(config.faults)
         self._chance = random.Random(config.seed)
         self._ids = random.Random()
@@ -46,9 +48,9 @@ class Server:
         self.engine = VllmEngine(engine_config(config, self.tokenizer), make_pacing(config.pacing, self._chance))
         self.history = RequestHistory(config.limits.history)
         self.metrics = make_metrics(config, self.engine.config)
-        self.driver = EngineDriver(self.engine, 0, loop, (self.metrics, HistoryObserver(self.history)))
+        self.driver = EngineDriver(self.engine, 0, loop, self.cork, (self.metrics, HistoryObserver(self.history)))
         self.sources = SourceMaker(config.generation, self.tokenizer)
-        self.jobs = Jobs(self.driver, self.metrics, self._make_source, self._suffix, config.limits.open_answers)
+        self.jobs = Jobs(self.driver, self.metrics, self.tokenizer, self._make_source, self._suffix, config.limits.open_answers)
 
     def new_id(self) -> str:
         """16 hex digits. Not seeded: two servers must not give the same ids."""

@@ -81,6 +81,13 @@ class StreamEncoder(Protocol):
         """The frames for this delta (role chunks, text, the finishing chunk), or b""."""
         ...
 
+    def plain(self, index: int) -> tuple[bytes, bytes] | None:
+        """What stands before and behind the JSON text of a plain delta of this choice, when that is all of its frame.
+
+        None while a delta needs more (a role chunk, logprobs, a parser). Asked for after each call of `delta`.
+        """
+        ...
+
     def close(self, usage: Usage) -> bytes:
         """What ends a good stream: the usage chunk when asked for, then the family's terminator."""
         ...
