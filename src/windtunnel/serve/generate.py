@@ -55,7 +55,7 @@ class GenerateRoute:
 
     async def _collect(self, generation: Generation, arrival_ns: int, scope: Scope, send: Send) -> None:
         line: ClientLine = scope[LINE]
-        end = asyncio.Event()
+        end = End(self._server.loop)
         choices = self._choices(generation, keep=True)
         answer = CollectedAnswer(choices, _prompt_tokens(generation), end.set)
         error = generation.late_error
@@ -76,7 +76,7 @@ class GenerateRoute:
     async def _stream(self, generation: Generation, arrival_ns: int, scope: Scope, send: Send) -> None:
         """The refusal of a single sequence is a status; everything found later is a frame (§2.8)."""
         line: ClientLine = scope[LINE]
-        end = asyncio.Event()
+        end = End(self._server.loop)
         choices = self._choices(generation, keep=False)
         sink, stall = line.sink(self._server.cork), StallTimer(self._server, line)
         answer = StreamedAnswer(choices, _prompt_tokens(generation), end.set, self._family.encoder(generation), sink, stall)
@@ -102,13 +102,13 @@ class GenerateRoute:
         if not line.gone:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _wait(self, job: Job, answer: Answer, scope: Scope, end: asyncio.Event) -> None:
+    async def _wait(self, job: Job, answer: Answer, scope: Scope, end: "End") -> None:
         """Until the answer has ended or the client has gone."""
         line: ClientLine = scope[LINE]
         departure = Departure(self._server, job, answer, end, self._server.seams.write_failed(scope))
         line.on_gone(departure)
         try:
-            await end.wait()
+            await end.future
         finally:
             departure()
             self._server.jobs.end(job)
@@ -122,12 +122,25 @@ class GenerateRoute:
         ]
 
 
+class End:
+    """The end of one answer, set once. A future is a fifth of the size of an `asyncio.Event`."""
+
+    __slots__ = ("future",)
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.future: asyncio.Future[None] = loop.create_future()
+
+    def set(self) -> None:
+        if not self.future.done():
+            self.future.set_result(None)
+
+
 class Departure:
     """What happens, once, when the client leaves: abort in the engine, drop later output, one log line."""
 
     __slots__ = ("_answer", "_end", "_job", "_report", "_server")
 
-    def __init__(self, server: "Server", job: Job, answer: Answer, end: asyncio.Event, report: WriteFailed) -> None:
+    def __init__(self, server: "Server", job: Job, answer: Answer, end: "End", report: WriteFailed) -> None:
         self._server = server
         self._job = job
         self._answer = answer
