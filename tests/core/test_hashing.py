@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from tests.core.rig import request
+
 from windtunnel.core.kv.hashing import ALGORITHMS, BlockHasher, ExtraKeys, wire_hash
 from windtunnel.core.request import Lora
 

@@ -1,6 +1,7 @@
 """Prefix caching and KV events as the engine shows them."""
 
 from tests.core.rig import Rig, expected, lora, request
+
 from windtunnel.core.lifecycle import Event, State
 from windtunnel.core.outputs import BlockRemoved, BlockStored
 

@@ -59,6 +59,9 @@ class VllmScheduler:
             return False
         return self._blocked != (self.pool.version, len(self.running))
 
+    def _note_blocked(self) -> None:
+        self._blocked = (self.pool.version, len(self.running))
+
     @property
     def load(self) -> float:
         """0 for a lone sequence, 1 when all places are taken."""
@@ -129,6 +132,9 @@ class VllmScheduler:
         self._schedule_running(step, now_ns)
         if not step.preemptions:
             self._admit(step, now_ns)
+        elif not self.pacing.lock_step:
+            # No time passes between steps: who was preempted must not come back before something else has changed.
+            self._note_blocked()
         step.context_tokens += self.kv_tokens + step.prefill_tokens + len(step.decoding)
 
     def _schedule_running(self, step: Step, now_ns: int) -> None:
@@ -218,14 +224,14 @@ class VllmScheduler:
             self._enqueue(sequence)
 
     def _admit(self, step: Step, now_ns: int) -> None:
-        if self.config.reserve_full_isl and not self._admission_open():
+        if not self._admission_open() and (self.config.reserve_full_isl or not self.pacing.lock_step):
             return
         while step.budget and self.waiting and len(self.running) < self.config.max_num_seqs:
             sequence = self.waiting.peek()
             if self._defer_for_lora(sequence, now_ns):
                 continue
             if not self._try_admit(sequence, step, now_ns):
-                self._blocked = (self.pool.version, len(self.running))
+                self._note_blocked()
                 return
 
     def _defer_for_lora(self, sequence: VllmSequence, now_ns: int) -> bool:
