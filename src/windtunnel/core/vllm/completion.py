@@ -45,7 +45,7 @@ class Completion:
             sequence.quiet = 0
             self._outputs.append(next(sequence.feed))
             self._scheduler.publish(sequence)
-            sequence.plan_quiet(self._scheduler.config.block_size)
+            sequence.next_block(self._scheduler.config.block_size)
         else:
             sequence.computed_at_end += 1
             self._scheduler.publish(sequence)
@@ -67,7 +67,7 @@ class Completion:
         output = sequence.next_token(config.eos_token_id)
         self._outputs.append(output)
         if output.finish_reason is None:
-            sequence.plan_quiet(config.block_size)
+            sequence.plan(config.block_size)
             return
         self._scheduler.remove(sequence)
         detail: dict[str, int | str] = {"reason": output.finish_reason.value, "output_tokens": len(sequence.output)}
