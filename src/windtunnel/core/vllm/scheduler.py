@@ -6,7 +6,7 @@ head is admitted while places and budget last; the first that does not fit ends 
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import count
 
 from windtunnel.core.kv.blocks import BlockPool
@@ -206,8 +206,17 @@ class VllmScheduler:
     def await_turn(self, sequence: VllmSequence, now_ns: int) -> None:
         """Note when a running sequence next takes part (pacing by sequence only)."""
         if not self.pacing.lock_step:
-            whole = sequence.num_tokens - sequence.computed <= 1
-            self._ready.push(sequence.ready_at_ns if whole else now_ns, sequence.run_order)
+            decoding = sequence.state is State.DECODE
+            whole = decoding or sequence.num_tokens - sequence.computed <= 1
+            self._ready.push(sequence.ready_at_ns if whole else now_ns, sequence.run_order, now_ns)
+
+    def await_next_tokens(self, sequences: Sequence[VllmSequence], now_ns: int) -> None:
+        """The same for decoding ones. Deadlines are absolute, the previous one plus a draw, so lateness never adds up."""
+        load, push, next_token_ns = self.load, self._ready.push, self.pacing.next_token_ns
+        for sequence in sequences:
+            if sequence.run_order >= 0:
+                sequence.ready_at_ns += next_token_ns(load)
+                push(sequence.ready_at_ns, sequence.run_order, now_ns)
 
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.config.block_size)

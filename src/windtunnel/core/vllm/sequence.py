@@ -1,7 +1,7 @@
 """One sequence inside the vLLM engine.
 
-Most tokens are dull: nothing stops there. `plan` finds how many dull tokens come next and prepares their outputs, so that a step
-costs a dull sequence one countdown: `quiet` counts to the end of the block under way, and `beyond` are planned behind it.
+Most tokens are dull: nothing stops there. `plan` finds how many dull tokens come next and prepares their outputs, so that a
+step costs a dull sequence one countdown: `quiet` counts to the end of the block under way, and `beyond` are planned behind it.
 Meanwhile `output` and `computed_at_end` stand where they will be at the end of the plan; the properties give the present.
 """
 
@@ -63,7 +63,7 @@ class VllmSequence:
         """Place in the running list; -1 outside."""
         self.ready_at_ns = now_ns
         self.blocks: list[int] = []
-        self.hashes: list[bytes] = []
+        self.hashes: list[bytes] = list(request.prompt_hashes)
         self.keys = ExtraKeys(request)
         self.published = 0
         """Blocks of this sequence that stand in the prefix cache."""
