@@ -4,8 +4,8 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-
 from tests.core.rig import replay
+
 from windtunnel.core.kv.blocks import BlockPool
 from windtunnel.core.outputs import BlockRemoved
 

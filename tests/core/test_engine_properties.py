@@ -8,8 +8,8 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from tests.core.rig import VOCABULARY, Rig, hash_of, lora, request
+
 from windtunnel.core.lifecycle import Event, State
 from windtunnel.core.outputs import FinishReason
 from windtunnel.core.pacing import Duration, Pacing, RequestPacing, StepPacing
@@ -91,7 +91,13 @@ def play(config: dict[str, Any], pacing: str, plan: list[Arrival]) -> Rig:
         name = f"r{at}"
         acts.append((arrival.at_ns, len(acts), lambda name=name, arrival=arrival: rig.submit(build(name, arrival))))
         if arrival.abort_after_ns is not None:
-            acts.append((arrival.at_ns + arrival.abort_after_ns, len(acts), lambda name=name, at=at: rig.abort(name, notify=at % 2 == 0)))
+            acts.append(
+                (
+                    arrival.at_ns + arrival.abort_after_ns,
+                    len(acts),
+                    lambda name=name, at=at: rig.abort(name, notify=at % 2 == 0),
+                )
+            )
     for at_ns, _number, act in sorted(acts, key=lambda act: act[:2]):
         rig.run(lambda at_ns=at_ns: (rig.engine.next_event_at() or 0) > at_ns)
         rig.now_ns = max(rig.now_ns, at_ns)
@@ -117,7 +123,10 @@ def test_every_run_is_conserved_leakless_and_right(config: dict[str, Any], pacin
 
 
 def check_answer(rig: Rig, name: str, arrival: Arrival) -> None:
-    whole = [*OracleSource(hash_of(name), VOCABULARY, arrival.natural).token_ids(0, 60), *([9999] if arrival.natural is not None else [])]
+    whole = [
+        *OracleSource(hash_of(name), VOCABULARY, arrival.natural).token_ids(0, 60),
+        *([9999] if arrival.natural is not None else []),
+    ]
     limit = min(arrival.max_tokens, 140 - arrival.prompt_tokens)
     want = whole[:limit]
     got = rig.tokens.get(name, [])

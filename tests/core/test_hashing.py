@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from tests.core.rig import request
+
 from windtunnel.core.kv.hashing import ALGORITHMS, BlockHasher, ExtraKeys, wire_hash
 from windtunnel.core.request import Lora
 
@@ -99,3 +99,13 @@ def test_hashes_are_extended_without_change() -> None:
 def test_an_unknown_algorithm_is_refused() -> None:
     with pytest.raises(ValueError, match="prefix_caching_hash_algo is 'crc'"):
         BlockHasher("crc", 16)
+
+
+@pytest.mark.parametrize("blocks_at_once", [1, 3, 100])
+def test_a_prompt_hashed_in_parts_has_the_same_hashes(blocks_at_once: int) -> None:
+    hasher, prompt = BlockHasher("sha256", 4), request("a", 30, cache_salt="s")
+    parts = [len(hashes) for hashes in hasher.in_parts(prompt, blocks_at_once)]
+    assert parts == [*range(blocks_at_once, 7, blocks_at_once), 7]
+    *_, last = hasher.in_parts(prompt, blocks_at_once)
+    assert last == hasher.prompt_hashes(prompt)
+    assert hasher.prompt_hashes(request("a", 3)) == []

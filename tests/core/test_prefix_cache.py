@@ -1,6 +1,9 @@
 """Prefix caching and KV events as the engine shows them."""
 
+import dataclasses
+
 from tests.core.rig import Rig, expected, lora, request
+
 from windtunnel.core.lifecycle import Event, State
 from windtunnel.core.outputs import BlockRemoved, BlockStored
 
@@ -132,3 +135,17 @@ def test_an_aborted_prefill_leaves_what_it_computed_in_the_cache() -> None:
     rig.run()
     assert rig.states["a"] is State.ABORTED
     assert ran(rig, "b", PROMPT) == 32
+
+
+def test_hashes_made_beforehand_are_used_and_completed() -> None:
+    rig = Rig()
+    first = request("a", PROMPT, 20)
+    hashes = rig.engine.hasher.prompt_hashes(first)
+    rig.submit(dataclasses.replace(first, prompt_hashes=hashes[:3]))
+    rig.run()
+    assert set(hashes) < rig.engine.cached_hashes
+    assert len(rig.engine.cached_hashes) == (64 + 19) // 16
+    assert ran(rig, "b", PROMPT) == 48
+    rig.submit(dataclasses.replace(request("forged", PROMPT, 1), prompt_hashes=[b"x" * 32] * 4))
+    rig.run()
+    assert b"x" * 32 in rig.cached, "the engine takes them as they are"

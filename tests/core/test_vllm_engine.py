@@ -4,8 +4,8 @@ import dataclasses
 import random
 
 import pytest
-
 from tests.core.rig import STEP_NS, Rig, expected, request
+
 from windtunnel.core.lifecycle import Event, State
 from windtunnel.core.outputs import AllBlocksCleared, BlockStored, FinishReason
 from windtunnel.core.pacing import Duration, RequestPacing, StepPacing
@@ -356,7 +356,11 @@ def test_debug_view_shows_what_a_sequence_holds() -> None:
         ("watermark", 1.0, "watermark is 1.0: must be at least 0 and below 1"),
         ("prefix_caching_hash_algo", "md5", "prefix_caching_hash_algo is 'md5': must be one of sha256"),
         ("max_num_queued_reqs", 0, "max_num_queued_reqs is 0"),
-        ("max_model_len", 10**6, r"num_blocks is 8192: the pool cannot hold .* Use at least 62501 blocks or max_model_len 131056"),
+        (
+            "max_model_len",
+            10**6,
+            r"num_blocks is 8192: the pool cannot hold .* Use at least 62501 blocks or max_model_len 131056",
+        ),
     ],
 )
 def test_a_bad_configuration_names_its_field(field: str, value: object, message: str) -> None:

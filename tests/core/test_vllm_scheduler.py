@@ -1,11 +1,13 @@
 """One scheduling step after another, as vLLM reference §5.2 orders it."""
 
-import pytest
+import random
 
+import pytest
 from tests.core.rig import EOS, STEP_NS, Rig, expected, lora, request
+
 from windtunnel.core.lifecycle import Event, State
 from windtunnel.core.outputs import FinishReason
-from windtunnel.core.pacing import StepPacing
+from windtunnel.core.pacing import Duration, RequestPacing, StepPacing
 from windtunnel.core.sources import SequenceSource
 
 
@@ -126,17 +128,16 @@ def test_fcfs_preempts_the_last_and_recomputes_it_in_front() -> None:
 
 
 def test_nobody_is_admitted_in_a_step_that_preempted() -> None:
-    rig = Rig(num_blocks=11, max_model_len=160, max_num_seqs=3)
-    rig.submit(request("a", 64, 40), request("b", 64, 40))
-    while rig.count(Event.PREEMPT) == 0:
-        if not rig.ids(State.QUEUED):
-            rig.submit(request(f"tiny{len(rig.log)}", 1, 1))
-        rig.step()
-        stats = rig.steps[-1].stats
-        assert stats is not None
-        if stats.preemptions:
-            assert not any(t.event is Event.SCHEDULE for t in rig.steps[-1].transitions)
-    assert rig.ids(State.PREEMPTED) == ["b"]
+    rig = Rig(num_blocks=11, max_model_len=160, max_num_seqs=2, policy="priority")
+    rig.submit(request("best", 64, 40, priority=0), request("worst", 64, 40, priority=9))
+    rig.step()
+    rig.submit(request("next", 4, 4, priority=1))
+    rig.run(lambda: rig.count(Event.PREEMPT) > 0)
+    preempted, after = rig.steps[-1], rig.step()
+    assert preempted.stats is not None
+    assert (preempted.stats.running, preempted.stats.waiting, preempted.stats.preemptions) == (1, 2, 1)
+    assert [t.request_id for t in (*preempted.transitions, *after.transitions) if t.event is Event.SCHEDULE] == ["next"]
+    assert next(t for t in rig.log if t.request_id == "next" and t.event is Event.SCHEDULE).at_ns == preempted.at_ns
 
 
 def test_priority_preempts_the_worst() -> None:
@@ -269,3 +270,14 @@ def test_a_batch_beyond_the_budget_takes_turns_without_loss() -> None:
     rig.run()
     assert rig.tokens == {name: expected(name, 5) for name in "abcdefgh"}
     assert all(p + d <= 3 for p, d in zip(rig.stats("prefill_tokens"), rig.stats("decode_tokens"), strict=True))
+
+
+def test_a_sequence_that_preempted_itself_does_not_come_back_in_the_same_instant() -> None:
+    pacing = RequestPacing(random.Random(0), Duration(50_000), Duration(1_000))
+    rig = Rig(pacing, num_blocks=11, max_model_len=160, max_num_batched_tokens=20, reserve_full_isl=False)
+    rig.submit(request("a", 90, 4), request("b", 100, 4))
+    rig.run(lambda: rig.count(Event.PREEMPT) > 0)
+    assert rig.now_ns == 0
+    assert rig.engine.next_event_at() == 50_000
+    rig.run()
+    assert rig.tokens == {"a": expected("a", 4), "b": expected("b", 4)}

@@ -5,7 +5,7 @@ digests; a publisher that wants integers takes the low 64 bits (`wire_hash`).
 """
 
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from types import MappingProxyType
 from typing import Any
@@ -76,10 +76,18 @@ class BlockHasher:
 
     def prompt_hashes(self, request: EngineRequest) -> list[bytes]:
         """Hashes of all full blocks of the prompt."""
+        blocks = len(request.prompt_token_ids) // self.block_size
+        return next(self.in_parts(request, blocks)) if blocks else []
+
+    def in_parts(self, request: EngineRequest, blocks_at_once: int) -> Iterator[list[bytes]]:
+        """The same list, growing: between two parts the caller may do something more urgent."""
         hashes: list[bytes] = []
-        prompt = request.prompt_token_ids
-        self.extend(hashes, prompt, ExtraKeys(request), len(prompt) // self.block_size)
-        return hashes
+        prompt, keys, size = request.prompt_token_ids, ExtraKeys(request), self.block_size
+        blocks = len(prompt) // size
+        while (have := len(hashes)) < blocks:
+            upto = min(have + blocks_at_once, blocks)
+            self.extend(hashes, prompt[have * size : upto * size], keys, upto)
+            yield hashes
 
 
 class ExtraKeys:

@@ -11,6 +11,7 @@ follows them. So an arrival, an abort and a refusal each make `next_event_at` du
 from collections.abc import Sequence
 
 from windtunnel.core.engine import SequenceView
+from windtunnel.core.kv.hashing import BlockHasher
 from windtunnel.core.lifecycle import Event
 from windtunnel.core.outputs import EngineError, FinishReason, Refusal, StepOutput, StepStats, TokenOutput
 from windtunnel.core.pacing import Pacing
@@ -46,6 +47,11 @@ class VllmEngine:
         """A step must come, if only to publish gauges."""
         self._late_aborts: list[VllmSequence] = []
         self._notices: list[TokenOutput] = []
+
+    @property
+    def hasher(self) -> BlockHasher:
+        """Makes `EngineRequest.prompt_hashes`."""
+        return self._scheduler.hasher
 
     # Requests
 

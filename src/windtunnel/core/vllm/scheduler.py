@@ -6,7 +6,7 @@ head is admitted while places and budget last; the first that does not fit ends 
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import count
 
 from windtunnel.core.kv.blocks import BlockPool
@@ -58,6 +58,9 @@ class VllmScheduler:
         if not self.waiting or len(self.running) >= self.config.max_num_seqs:
             return False
         return self._blocked != (self.pool.version, len(self.running))
+
+    def _note_blocked(self) -> None:
+        self._blocked = (self.pool.version, len(self.running))
 
     @property
     def load(self) -> float:
@@ -129,6 +132,9 @@ class VllmScheduler:
         self._schedule_running(step, now_ns)
         if not step.preemptions:
             self._admit(step, now_ns)
+        elif not self.pacing.lock_step:
+            # No time passes between steps: who was preempted must not come back before something else has changed.
+            self._note_blocked()
         step.context_tokens += self.kv_tokens + step.prefill_tokens + len(step.decoding)
 
     def _schedule_running(self, step: Step, now_ns: int) -> None:
@@ -200,8 +206,17 @@ class VllmScheduler:
     def await_turn(self, sequence: VllmSequence, now_ns: int) -> None:
         """Note when a running sequence next takes part (pacing by sequence only)."""
         if not self.pacing.lock_step:
-            whole = sequence.num_tokens - sequence.computed <= 1
-            self._ready.push(sequence.ready_at_ns if whole else now_ns, sequence.run_order)
+            decoding = sequence.state is State.DECODE
+            whole = decoding or sequence.num_tokens - sequence.computed <= 1
+            self._ready.push(sequence.ready_at_ns if whole else now_ns, sequence.run_order, now_ns)
+
+    def await_next_tokens(self, sequences: Sequence[VllmSequence], now_ns: int) -> None:
+        """The same for decoding ones. Deadlines are absolute, the previous one plus a draw, so lateness never adds up."""
+        load, push, next_token_ns = self.load, self._ready.push, self.pacing.next_token_ns
+        for sequence in sequences:
+            if sequence.run_order >= 0:
+                sequence.ready_at_ns += next_token_ns(load)
+                push(sequence.ready_at_ns, sequence.run_order, now_ns)
 
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.config.block_size)
@@ -218,14 +233,14 @@ class VllmScheduler:
             self._enqueue(sequence)
 
     def _admit(self, step: Step, now_ns: int) -> None:
-        if self.config.reserve_full_isl and not self._admission_open():
+        if not self._admission_open() and (self.config.reserve_full_isl or not self.pacing.lock_step):
             return
         while step.budget and self.waiting and len(self.running) < self.config.max_num_seqs:
             sequence = self.waiting.peek()
             if self._defer_for_lora(sequence, now_ns):
                 continue
             if not self._try_admit(sequence, step, now_ns):
-                self._blocked = (self.pool.version, len(self.running))
+                self._note_blocked()
                 return
 
     def _defer_for_lora(self, sequence: VllmSequence, now_ns: int) -> bool:
