@@ -55,8 +55,8 @@ def build(server: Server) -> Any:
     middleware = [
         Middleware(HttpMetrics, metrics=server.metrics),
         Middleware(RequestIds, enabled=config.enable_request_id_headers),
-        Middleware(CORSMiddleware, allow_origins=config.allowed_origins, allow_methods=["*"], allow_headers=["*"]),
         Middleware(ApiKeys, keys=config.api_keys),
+        Middleware(CORSMiddleware, allow_origins=config.allowed_origins, allow_methods=["*"], allow_headers=["*"]),
     ]
     app = Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: _http_error, Exception: _crash})
     return server.seams.wrap_app(app)
