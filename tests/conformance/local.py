@@ -14,7 +14,9 @@ from windtunnel.wire.recorded import Playback, RecordedPlayer
 from windtunnel.wire.vllm import chat, chat_batch, completions, invocations, models, tokenize
 
 BLOCK_SIZE = 32
-FAMILIES: Mapping[str, ModuleType] = {path: family for family in (completions, chat, chat_batch, invocations) for path in family.paths}
+FAMILIES: Mapping[str, ModuleType] = {
+    path: family for family in (completions, chat, chat_batch, invocations) for path in family.paths
+}
 _VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "variant_b": {
         "served_models": ("tiny-llama", "tiny-alias"),

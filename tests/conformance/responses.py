@@ -174,7 +174,9 @@ def _closed(pieces: list[Piece]) -> list[Piece]:
     return out
 
 
-def _counts(choices: Sequence[Mapping[str, Any]], usage: Mapping[str, Any] | None, request: Mapping[str, Any]) -> list[int | None]:
+def _counts(
+    choices: Sequence[Mapping[str, Any]], usage: Mapping[str, Any] | None, request: Mapping[str, Any]
+) -> list[int | None]:
     """Completion tokens of each choice, where they can be known."""
     total = (usage or {}).get("completion_tokens")
     if len(choices) == 1 and total is not None:

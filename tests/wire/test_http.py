@@ -98,7 +98,9 @@ def test_envelopes() -> None:
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-3, 10**20) | st.floats() | st.text(max_size=5) | st.just("\ud800"),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["type", "role", "content", "name", "a"]), inner),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["type", "role", "content", "name", "a"]), inner)
+    ),
     max_leaves=6,
 )
 

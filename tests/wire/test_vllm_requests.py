@@ -82,7 +82,12 @@ CHAT_REFUSALS = [
     ({"reasoning_effort": "huge"}, 400, "Bad Request", "body.reasoning_effort"),
     ({"max_completion_tokens": 300}, 400, "BadRequestError", "max_completion_tokens"),
     ({"messages": [{"role": "user", "content": [{"type": "zzz"}]}]}, 400, "BadRequestError", None),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "u"}}]}]}, 400, "BadRequestError", None),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "u"}}]}]},
+        400,
+        "BadRequestError",
+        None,
+    ),
 ]
 
 
@@ -116,7 +121,9 @@ def test_faults_of_the_engine_input_stage_are_late(fields: dict[str, Any], param
 
 
 def test_rank_and_priority_come_from_headers() -> None:
-    generation = plan(completions, {"prompt": "a", "priority": 3}, x_vllm_priority="7", x_data_parallel_rank="1", x_request_id="r")
+    generation = plan(
+        completions, {"prompt": "a", "priority": 3}, x_vllm_priority="7", x_data_parallel_rank="1", x_request_id="r"
+    )
     assert (generation.priority, generation.data_parallel_rank, generation.response_id) == (7, 1, "cmpl-r")
     assert generation.late_error is not None and "out of range [0, 1)" in generation.late_error.message
 

@@ -110,7 +110,9 @@ def test_echo_without_output_is_the_prompt_alone() -> None:
 
 def test_tokens_as_ids() -> None:
     generation = plan(completions, {"prompt": "a", "logprobs": 2, "return_tokens_as_token_ids": True})
-    logprobs = whole(completions, generation, ChoiceResult(0, 0, " a", (400,), "length", None, LOGPROBS))["choices"][0]["logprobs"]
+    logprobs = whole(completions, generation, ChoiceResult(0, 0, " a", (400,), "length", None, LOGPROBS))["choices"][0][
+        "logprobs"
+    ]
     assert logprobs["tokens"] == ["token_id:400"] and list(logprobs["top_logprobs"][0]) == ["token_id:400", "token_id:401"]
 
 
@@ -273,7 +275,9 @@ def test_batch_body_has_one_choice_per_conversation() -> None:
 def test_per_request_metrics_when_switched_on() -> None:
     server = env(enable_per_request_metrics=True)
     usage = Usage(1, 1, metrics={"time_to_first_token_ms": 1.5, "mean_itl_ms": None})
-    body = whole(completions, plan(completions, {"prompt": "a"}, server), ChoiceResult(0, 0, "x", (1,), "stop", None), usage=usage)
+    body = whole(
+        completions, plan(completions, {"prompt": "a"}, server), ChoiceResult(0, 0, "x", (1,), "stop", None), usage=usage
+    )
     assert body["metrics"] == {"time_to_first_token_ms": 1.5, "mean_itl_ms": None}
     options = {"stream": True, "stream_options": {"include_usage": True}}
     made = stream(completions, plan(completions, {"prompt": "a"} | options, server), Delta(0, "x", (1,)), usage=usage)

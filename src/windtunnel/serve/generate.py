@@ -80,7 +80,8 @@ class GenerateRoute:
         end = asyncio.Event()
         choices = self._choices(generation, keep=False)
         sink, stall = line.sink(self._server.cork), StallTimer(self._server, line)
-        answer = StreamedAnswer(choices, self._usage(generation), end.set, self._family.encoder(generation), sink, stall, _counted(generation))
+        encoder = self._family.encoder(generation)
+        answer = StreamedAnswer(choices, self._usage(generation), end.set, encoder, sink, stall, _counted(generation))
         job: Job | Refusal | None = None
         if len(choices) == 1 and generation.late_error is None:
             job = self._server.jobs.start(generation, answer, choices, arrival_ns)

@@ -137,7 +137,8 @@ def make_env(config: ServeConfig, tokenizer: Tokenizer, new_id: Callable[[], str
     )
     same_name = (
         "stream_interval", "max_logprobs", "enable_auto_tool_choice", "tool_call_parser", "reasoning_parser",
-        "enable_per_request_metrics", "enable_prompt_tokens_details", "enable_force_include_usage", "return_tokens_as_token_ids", "trust_request_chat_template",
+        "enable_per_request_metrics",
+        "enable_prompt_tokens_details", "enable_force_include_usage", "return_tokens_as_token_ids", "trust_request_chat_template",
     )
     return replace(env, max_body_bytes=config.limits.body_bytes, **{name: getattr(config, name) for name in same_name})
 
@@ -157,4 +158,5 @@ def model_defaults(config: ServeConfig, tokenizer: Tokenizer) -> dict[str, Any]:
     sampling = {name: told[name] for name in _SAMPLING_DEFAULTS if told.get(name) is not None}
     if told.get("max_new_tokens"):
         sampling["max_tokens"] = told["max_new_tokens"]
-    return {"extra_eos_token_ids": tuple(token for token in ids if token != tokenizer.eos_token_id), "default_sampling": sampling}
+    extra = tuple(token for token in ids if token != tokenizer.eos_token_id)
+    return {"extra_eos_token_ids": extra, "default_sampling": sampling}

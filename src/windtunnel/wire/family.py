@@ -80,7 +80,7 @@ class StreamEncoder(Protocol):
     """Writes the frames of one stream. Owns its spec and its own state, and nothing else.
 
     Calls come in the order `delta`* then one of `close` or `error`; nothing is called afterwards. Every call returns whole
-    frames (each ends in a blank line and leaves as one HTTP chunk). `usage` has the counts so far; read it during the call only.
+    frames (each ends in a blank line and leaves as one HTTP chunk). `usage` has the counts so far; read it in the call only.
     """
 
     def delta(self, delta: Delta, usage: Usage) -> bytes:

@@ -37,5 +37,5 @@ def encoder(generation: Generation) -> StreamEncoder:
 
 
 def body(generation: Generation, choices: Sequence[ChoiceResult], usage: Usage) -> bytes:
-    family = chat if isinstance(generation.spec, chat.ChatSpec) else completions
-    return family.body(generation, choices, usage)
+    write = chat.body if isinstance(generation.spec, chat.ChatSpec) else completions.body
+    return write(generation, choices, usage)
