@@ -1,11 +1,11 @@
-"""Recorded vLLM 0.32.0 cases against the families in this process: plan, frames, bodies and errors must be the recorded ones."""
+"""Recorded vLLM 0.32.0 cases against the families in this process: plan, frames, bodies and errors."""
 
 from functools import lru_cache
 from pathlib import Path
 
 import pytest
-
 from tests.conformance import cases, compare, local, responses
+
 from windtunnel.core.tokenizer import Tokenizer
 from windtunnel.serve.tokenizers import load_tokenizer
 from windtunnel.wire.recorded import RecordedPlayer, RecordedResponses

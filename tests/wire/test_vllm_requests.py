@@ -1,10 +1,10 @@
-"""What is refused, with which status, type and parameter, and at which of the two stages (vLLM reference §2.2, §2.3, §2.6, §2.8)."""
+"""What is refused, with which status, type and parameter, and at which of the two stages (vLLM reference §2.2 to §2.8)."""
 
 from typing import Any
 
 import pytest
-
 from tests.wire.vllm_env import JSON, env, plan
+
 from windtunnel.core.request import Lora
 from windtunnel.wire.family import WireError
 from windtunnel.wire.vllm import chat, chat_batch, completions, invocations, models, tokenize

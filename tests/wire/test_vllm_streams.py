@@ -4,8 +4,8 @@ import json
 from typing import Any
 
 import pytest
-
 from tests.wire.vllm_env import TOKENIZER, env, frames, plan, stream, whole
+
 from windtunnel.wire.family import ChoiceResult, Delta, TokenLogprob, Usage, WireError
 from windtunnel.wire.vllm import chat, chat_batch, completions
 
@@ -155,8 +155,11 @@ def test_chat_logprobs_and_token_ids() -> None:
     choice = made[1]["choices"][0]
     assert choice["token_ids"] == [400]
     assert choice["logprobs"]["content"][0] == {
-        "token": " a", "logprob": -0.5, "bytes": [32, 97], "top_logprobs": [{"token": " a", "logprob": -0.5, "bytes": [32, 97]}],
-    }  # fmt: skip
+        "token": " a",
+        "logprob": -0.5,
+        "bytes": [32, 97],
+        "top_logprobs": [{"token": " a", "logprob": -0.5, "bytes": [32, 97]}],
+    }
     assert made[0]["prompt_token_ids"] == list(generation.prompts[0].token_ids)
 
 
