@@ -53,7 +53,9 @@ _TOP = r"(.*\.)?logprobs\.content\[\]\.top_logprobs\[\]"
 TABLE: tuple[Free, ...] = (
     Free(r"(.*\.)?(id|request_id)", both_match(_GENERATED), "ids are random; their prefix and alphabet are compared"),
     Free(r"(.*\.)?created(_at)?", both_numbers, "the time of the call"),
-    Free(r"system_fingerprint", both_match(rf"vllm-0\.32\.0-{_HEX}{{8}}"), "a digest of the configuration; its form is compared"),
+    Free(
+        r"system_fingerprint", both_match(rf"vllm-0\.32\.0-{_HEX}{{8}}"), "a digest of the configuration; its form is compared"
+    ),
     Free(r"metrics\.[a-z_]+", number_or_null, "measured times"),
     Free(r"(.*\.)?logprobs\.token_logprobs\[\]", number_or_null, "probabilities of a model that is not there"),
     Free(r"(.*\.)?logprobs\.top_logprobs\[\]", both_maps, "which alternatives a model had, and how likely they were"),

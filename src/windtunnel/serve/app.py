@@ -57,9 +57,9 @@ def build(server: Server) -> Any:
     routes = [ExactRoute(path, GenerateRoute(server, family), ["POST"]) for family in generating for path in family.paths]
     routes += [ExactRoute(path, endpoint, methods) for path, methods, endpoint in operations.table(server)]
     app: Any = Router(routes, default=_not_found)
+    app = CORSMiddleware(app, allow_origins=config.allowed_origins, allow_methods=["*"], allow_headers=["*"])
     if config.api_keys:
         app = ApiKeys(app, keys=config.api_keys)
-    app = CORSMiddleware(app, allow_origins=config.allowed_origins, allow_methods=["*"], allow_headers=["*"])
     if config.enable_request_id_headers:
         app = RequestIds(app)
     return server.seams.wrap_app(HttpMetrics(app, metrics=server.metrics))

@@ -56,6 +56,12 @@ class Usage:
     kv_transfer: Mapping[str, Any] | None = None
     """What the KV connector returned for the request."""
 
+    def count_cached(self, tokens: int) -> None:
+        """Prompt tokens of one prompt that came from the prefix cache, and so were not written into it."""
+        self.cached_tokens += tokens
+        if self.created_cache_tokens is not None:
+            self.created_cache_tokens = max(0, self.created_cache_tokens - tokens)
+
 
 @dataclass(frozen=True, slots=True)
 class ChoiceResult:
@@ -74,7 +80,7 @@ class StreamEncoder(Protocol):
     """Writes the frames of one stream. Owns its spec and its own state, and nothing else.
 
     Calls come in the order `delta`* then one of `close` or `error`; nothing is called afterwards. Every call returns whole
-    frames (each ends in a blank line and leaves as one HTTP chunk). `usage` has the counts so far; read it during the call only.
+    frames (each ends in a blank line and leaves as one HTTP chunk). `usage` has the counts so far; read it in the call only.
     """
 
     def delta(self, delta: Delta, usage: Usage) -> bytes:
@@ -151,6 +157,10 @@ class Generation:
     late_error: WireError | None = None
     answer_text: str | None = None
     """What the answer must say (structured outputs, tool calls); None: the server's generation mode decides."""
+    recorded: Sequence[Sequence[int] | None] | None = None
+    """Recorded token ids of each choice (`wire.recorded`); None where nothing is recorded."""
+    recorded_cached_tokens: int | None = None
+    """What `usage` says of the prefix cache, when the recording fixes it."""
     kv_transfer: Mapping[str, Any] | None = None
     bootstrap: Sequence[tuple[str, int | None, int]] | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)

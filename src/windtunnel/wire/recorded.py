@@ -19,12 +19,12 @@ The file is JSON lines. Each line is one answer:
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Any
 
 from windtunnel.core.tokenizer import Tokenizer
-from windtunnel.wire.family import PromptPlan
+from windtunnel.wire.family import Generation, PromptPlan
 
 _MATCHES = ("body", "prompt", "prompt_token_ids")
 _CHOICE_KEYS = frozenset({"token_ids", "text", "finish_reason"})
@@ -106,6 +106,13 @@ class RecordedPlayer:
         fixed = [answer.cached_tokens for answer in answers if answer and answer.cached_tokens is not None]
         return Playback(choices, sum(fixed) if fixed else None)
 
+    def attach(self, generation: Generation, body: bytes) -> Generation:
+        """`generation` with its recorded answer, or as it is."""
+        played = self.play(body, generation.prompts, generation.sampling.n)
+        if played is None:
+            return generation
+        return replace(generation, recorded=played.choices, recorded_cached_tokens=played.cached_tokens)
+
     def _next(self, found: tuple[Any, Sequence[RecordedAnswer]]) -> RecordedAnswer:
         key, answers = found
         turn = self._turns[key]
@@ -135,7 +142,7 @@ def _object(line: str, number: int) -> dict[str, Any]:
 def _match(line: Mapping[str, Any], number: int) -> tuple[str, Any]:
     unknown = set(line) - _LINE_KEYS
     if unknown:
-        raise ValueError(f"responses file, line {number}: unknown key {sorted(unknown)[0]!r}")
+        raise ValueError(f"responses file, line {number}: unknown key {min(unknown)!r}")
     match = line.get("match")
     if not isinstance(match, Mapping) or len(match) != 1 or next(iter(match)) not in _MATCHES:
         raise ValueError(f"responses file, line {number}: `match` needs exactly one of {', '.join(_MATCHES)}")
@@ -153,7 +160,7 @@ def _answer(line: Mapping[str, Any], number: int, tokenizer: Tokenizer) -> Recor
 def _tokens(choice: Mapping[str, Any], number: int, tokenizer: Tokenizer) -> tuple[int, ...]:
     unknown = set(choice) - _CHOICE_KEYS
     if unknown:
-        raise ValueError(f"responses file, line {number}: a choice has no key {sorted(unknown)[0]!r}")
+        raise ValueError(f"responses file, line {number}: a choice has no key {min(unknown)!r}")
     if "token_ids" in choice:
         return tuple(int(token) for token in choice["token_ids"])
     if "text" not in choice:

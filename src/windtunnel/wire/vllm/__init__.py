@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 
 from windtunnel.wire.family import Family
-from windtunnel.wire.vllm import chat, completions
 
 
 def families() -> Sequence[Family]:
-    """The generating families, one module each."""
-    return (completions, chat)
+    """The generating families, one module each. Imported here: `wire.env` needs this package's table of versions first."""
+    from windtunnel.wire.vllm import chat, chat_batch, completions, invocations
+
+    return (completions, chat, chat_batch, invocations)
