@@ -4,8 +4,9 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-
+from tests.lab.conftest import until
 from tests.lab.fake_server import DEFECTS, FakeServer
+
 from windtunnel.core.units import MS, S
 from windtunnel.lab.connection import How
 from windtunnel.lab.findings import KINDS, Finding, find
@@ -104,11 +105,9 @@ async def test_victims_leave_while_queued_when_the_gauge_says_so() -> None:
     plan = replace(PLAN, when=Trigger(Moment.QUEUED, 0), bystanders=0, later=0, victim=Shape(max_tokens=100_000), survivors=0)
     try:
         storm = asyncio.create_task(run_storm(make_target(f"http://127.0.0.1:{port}", "fake"), plan))
-        while server.running < plan.victims:
-            await asyncio.sleep(0)
+        await until(lambda: server.running == plan.victims)
         server.waiting = 3
-        while server.left < plan.victims:
-            await asyncio.sleep(0)
+        await until(lambda: server.left == plan.victims)
         server.waiting = 0
         result = await storm
     finally:
@@ -117,7 +116,7 @@ async def test_victims_leave_while_queued_when_the_gauge_says_so() -> None:
 
 
 async def test_held_victims_leave_together() -> None:
-    result = await blow(replace(PLAN, hold=True, victims=8))
+    result = await blow(replace(PLAN, hold=True), spread_s=0.002)
     victims = result.of(Role.VICTIM)
     last_came = max(victim.frame_ns[PLAN.when.count - 1] for victim in victims)
     assert all(victim.left_ns is not None and victim.left_ns >= last_came for victim in victims)

@@ -17,7 +17,7 @@ from random import Random
 from typing import Any
 
 import windtunnel
-from windtunnel.lab.arms import count_patterns, running
+from windtunnel.lab.arms import count_patterns, fill, running
 from windtunnel.lab.connection import parse_origin
 from windtunnel.lab.document import storm_document
 from windtunnel.lab.experiment_file import Arm, ArmName, Environment, Experiment
@@ -80,6 +80,13 @@ def with_options(experiment: Experiment, options: Options) -> Experiment:
     return experiment.model_copy(update=changes)
 
 
+def _check_templates(experiment: Experiment) -> None:
+    """Raises ValueError for a placeholder that does not exist, before anything is started."""
+    for name in ARMS:
+        for template in (experiment.arm(name).command, experiment.arm(name).ready_url):
+            fill(template or "", port=0, time_scale=1.0, seed=0)
+
+
 def schedule(trials: int, seed: int) -> list[tuple[int, ArmName]]:
     """Pairs of arms, each pair in an order drawn from the seed."""
     random = Random(seed)
@@ -100,6 +107,7 @@ async def run_experiment(
     started_at = datetime.now(UTC)
     trials: dict[ArmName, list[dict[str, Any]]] = {name: [] for name in ARMS}
     order = schedule(experiment.trials, experiment.seed)
+    _check_templates(experiment)
     with tempfile.TemporaryDirectory(prefix="windtunnel-") as scratch:
         logs = options.out or Path(scratch)
         for done, (trial, name) in enumerate(order):
