@@ -91,7 +91,9 @@ class FakeServer:
             "/metrics": self.metrics,
             "/v1/models": lambda: json.dumps({"data": [{"id": "fake"}]}),
         }
-        if path in plain:
+        if path == "/metrics" and "no-metrics" in self.defects:
+            await answer(writer, 404, "")
+        elif path in plain:
             status = 500 if path == "/metrics" and self.harms("bystander-500") else 200
             await answer(writer, 404 if path == "/metrics" and self.harms("wrong-status-valid-body") else status, plain[path]())
         else:

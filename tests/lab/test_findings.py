@@ -62,6 +62,17 @@ async def test_clean_server_raises_nothing() -> None:
     assert all(stream.complete for stream in result.of(Role.SURVIVOR, Role.LATER))
 
 
+async def test_a_target_without_metrics_is_still_watched_from_its_answers() -> None:
+    result = await blow(PLAN, "no-metrics")
+    assert find(result) == ()
+    assert len(result.bystanders) == PLAN.bystanders
+    assert not any(one.harmed for one in result.bystanders)
+    assert any("leaks cannot be seen" in note for note in result.notes)
+    assert result.samples == ()
+    found = names(find(await blow(PLAN, "no-metrics", "short")))
+    assert found == ["corrupt_stream"]
+
+
 async def test_crossed_words_are_traced_to_their_owner() -> None:
     found = {one.name: one for one in find(await blow(PLAN, "crossed"))}
     assert "which belongs to" in found["crossed_stream"].evidence[0]

@@ -5,7 +5,6 @@ stops its server, and the document says `inconclusive` with what there is.
 """
 
 import asyncio
-import platform
 import shlex
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -16,10 +15,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import windtunnel
 from windtunnel.lab.arms import count_patterns, fill, running
 from windtunnel.lab.connection import parse_origin
-from windtunnel.lab.document import storm_document
+from windtunnel.lab.document import plan_document, storm_document, versions
 from windtunnel.lab.experiment_file import Arm, ArmName, Environment, Experiment
 from windtunnel.lab.plan import StormPlan, check_target_allowed
 from windtunnel.lab.storm import StormEvent, run_storm
@@ -230,12 +228,13 @@ def make_document(
         "effect": effect,
         "arms": {name: _arm_document(experiment, name, trials[name]) for name in ARMS},
         "findings": _findings(trials),
+        "storm": plan_document(experiment.storm.plan(seed=experiment.seed, time_scale=options.time_scale)),
         "seed": experiment.seed,
         "trials": experiment.trials,
         "time_scale": options.time_scale,
         "started_at": started_at.isoformat(timespec="seconds"),
         "duration_s": round((datetime.now(UTC) - started_at).total_seconds(), 3),
-        "versions": _versions(),
+        "versions": versions(),
         "reproduce": reproduce(experiment, options),
     }
 
@@ -253,14 +252,6 @@ def _findings(trials: Mapping[ArmName, list[dict[str, Any]]]) -> list[dict[str, 
         for trial in trials[name]
         for finding in trial["findings"]
     ]
-
-
-def _versions() -> dict[str, str]:
-    return {
-        "windtunnel": windtunnel.__version__,
-        "python": platform.python_version(),
-        "system": f"{platform.system()} {platform.machine()}",
-    }
 
 
 def reproduce(experiment: Experiment, options: Options) -> str:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
 from random import Random
+from typing import Any
 
 from windtunnel.core import oracle
 from windtunnel.core.words import WORDS
@@ -25,11 +26,15 @@ from windtunnel.lab.record import Ask, BystanderRecord, End, Phase, Sample, Stor
 from windtunnel.lab.sampler import Sampler, is_quiet, recognise_sources
 from windtunnel.lab.target import Target, TargetError
 
+Task = asyncio.Task[Any]
+
 BASELINE_SAMPLES = 3
 QUEUED_PATIENCE_NS = 2_000_000_000
 QUIET_SAMPLES = 2
 """So many samples in a row must be quiet."""
 PROBE_TOKENS = 12
+_MODELS_PATH = "/v1/models"
+"""What a bystander gets instead of `/metrics` where there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +64,7 @@ async def run_storm(
     try:
         limit_s = plan.limits.max_duration_ns / 1e9
         await asyncio.wait({phases, stopping, sampling}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
-        reason = None if phases.done() else "stopped" if stopping.done() else f"the duration limit of {limit_s:g} s was reached"
+        reason = _why_early(phases, stopping, sampling, f"the duration limit of {limit_s:g} s was reached")
     finally:
         for task in (phases, stopping, sampling):
             task.cancel()
@@ -67,6 +72,15 @@ async def run_storm(
     if reason is None:
         phases.result()
     return storm.result(reason)
+
+
+def _why_early(phases: Task, stopping: Task, sampling: Task, otherwise: str) -> str | None:
+    if phases.done():
+        return None
+    if sampling.done():
+        sampling.result()
+        return "the limit of samples was reached"
+    return "stopped" if stopping.done() else otherwise
 
 
 def planned_asks(plan: StormPlan) -> Iterator[Ask]:
@@ -126,14 +140,21 @@ class _Storm:
                     f"{self.session.target.origin.url} does not answer a plain stream: {probe.end.value}, {probe.error}"
                 )
             self._calibrate(probe)
-            for _ in range(BASELINE_SAMPLES):
-                await asyncio.sleep(self.plan.sample_every_ns / 1e9)
-                taken = await self.sampler.sample()
-                self._baseline = taken if taken.usable else self._baseline
-        if self._baseline is None:
-            raise TargetError(f"no metrics could be read before the storm: {self.sampler.samples[-1].error}")
+            self._baseline = await self._read_baseline()
         if not self.sampler.gauges().keys() & self._baseline.gauges.keys():
             self._notes.append("no known gauge on /metrics: leaks cannot be seen; name gauges with --watch")
+
+    async def _read_baseline(self) -> Sample:
+        """The last usable one of a few samples; an empty one when there are no metrics."""
+        if self.sampler.blind:
+            return Sample(self.session.now_ns(), "baseline", 0, self.session.opened, {}, {}, None, "no metrics")
+        for _ in range(BASELINE_SAMPLES):
+            await asyncio.sleep(self.plan.sample_every_ns / 1e9)
+            await self.sampler.sample()
+        last = self._last_usable()
+        if last is None:
+            raise TargetError(f"no metrics could be read before the storm: {self.sampler.samples[-1].error}")
+        return last
 
     def _calibrate(self, probe: StreamRecord) -> None:
         fault = check_text(probe.ask.tag, probe.words, Known([probe.ask]), whole=None)
@@ -215,7 +236,7 @@ class _Storm:
         session = self.session
         sent_ns, status, error = session.now_ns(), None, None
         base = session.target.metrics[0]
-        path = kind.path or base.path
+        path = _MODELS_PATH if kind.path == "/metrics" and self.sampler.blind else kind.path or base.path
         try:
             async with asyncio.timeout(session.timeout_ns / 1e9):
                 answer = await fetch(base.origin, "GET", base.path if path == "/metrics" else path, session.target.headers)
@@ -251,6 +272,8 @@ class _Storm:
 
     async def _settle(self) -> None:
         """Wait for quiet; without it, ask once more and see whether the gauges were only stale."""
+        if self.sampler.blind:
+            return
         if await self._quiet():
             self._quiet_ns = self._quiet_at()
             return
