@@ -196,6 +196,20 @@ async def test_cancelling_stops_the_server(tmp_path: Path, pids: Path) -> None:
     assert alive(pids) == []
 
 
+async def test_stop_before_a_server_is_ready_ends_it(experiment: Experiment, pids: Path) -> None:
+    stop = asyncio.Event()
+    command = server_command("--pids", str(pids))
+    never = f"http://127.0.0.1:{free_port()}/"
+    options = Options(commands={"control": command, "treatment": command}, ready_url=never)
+    run = asyncio.create_task(run_experiment(experiment, options, stop=stop))
+    await until(lambda: started(pids))
+    stop.set()
+    document = await run
+    jsonschema.Draft202012Validator(schema()).validate(json.loads(json.dumps(document)))
+    assert document["verdict"] == "inconclusive"
+    assert alive(pids) == []
+
+
 async def test_stop_keeps_what_there_is(experiment: Experiment, pids: Path) -> None:
     stop = asyncio.Event()
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from windtunnel.lab.arms import count_patterns, fill, running
+from windtunnel.lab.arms import Stopped, count_patterns, fill, running
 from windtunnel.lab.connection import parse_origin
 from windtunnel.lab.document import plan_document, storm_document, versions
 from windtunnel.lab.experiment_file import Arm, ArmName, Environment, Experiment
@@ -152,6 +152,8 @@ class _Trial:
         try:
             document = await self._storm(log, plan, on_event)
             error = None
+        except Stopped:
+            document, error = {**_empty_trial(), "interrupted": "stopped"}, None
         except (TargetError, Environment, ValueError) as failure:
             if first:
                 raise Environment(f"{self.name}, trial {self.trial + 1}: {failure}") from failure
@@ -164,7 +166,7 @@ class _Trial:
         arm = self.experiment.arm(self.name)
         if arm.url is not None:
             check_target_allowed(parse_origin(arm.url).host, owned=self.options.owned)
-        async with running(arm, log, time_scale=self.options.time_scale, seed=plan.seed) as server:
+        async with running(arm, log, time_scale=self.options.time_scale, seed=plan.seed, stop=self.stop) as server:
             model = arm.model or await find_model(server.url, arm.headers)
             target = make_target(server.url, model, headers=arm.headers, metrics_urls=arm.metrics_urls, watch=arm.watch)
             return storm_document(await run_storm(target, plan, stop=self.stop, on_event=on_event))

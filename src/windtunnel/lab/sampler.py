@@ -64,11 +64,9 @@ class Sampler:
         self._listeners.append(listener)
 
     async def run(self, every_ns: int) -> None:
-        """Sample until cancelled. A slot that was missed is skipped, not caught up."""
-        if self.blind:
-            await asyncio.Event().wait()
+        """Sample until cancelled or the limit is reached. A slot that was missed is skipped, not caught up."""
         due = self._session.now_ns()
-        while len(self.samples) < SAMPLE_LIMIT:
+        while not self.blind and len(self.samples) < SAMPLE_LIMIT:
             await self.sample()
             due = max(due + every_ns, self._session.now_ns())
             await asyncio.sleep((due - self._session.now_ns()) / 1e9)

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
 from random import Random
-from typing import Any
 
 from windtunnel.core import oracle
 from windtunnel.core.words import WORDS
@@ -25,8 +24,6 @@ from windtunnel.lab.plan import BystanderKind, Moment, Role, Shape, StormPlan, c
 from windtunnel.lab.record import Ask, BystanderRecord, End, Phase, Sample, StormResult, StreamRecord
 from windtunnel.lab.sampler import Sampler, is_quiet, recognise_sources
 from windtunnel.lab.target import Target, TargetError
-
-Task = asyncio.Task[Any]
 
 BASELINE_SAMPLES = 3
 QUEUED_PATIENCE_NS = 2_000_000_000
@@ -57,30 +54,20 @@ async def run_storm(
     check_plan(plan)
     session = Session(target, plan.request_timeout_ns, plan.linger_ns)
     storm = _Storm(session, plan, Sampler(session, await recognise_sources(target)), on_event or (lambda _event: None))
-    await storm.prepare()
-    sampling = asyncio.create_task(storm.sampler.run(plan.sample_every_ns))
-    phases = asyncio.create_task(storm.phases())
+    working = asyncio.create_task(storm.run())
     stopping = asyncio.create_task((stop or asyncio.Event()).wait())
+    limit_s = plan.limits.max_duration_ns / 1e9
     try:
-        limit_s = plan.limits.max_duration_ns / 1e9
-        await asyncio.wait({phases, stopping, sampling}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
-        reason = _why_early(phases, stopping, sampling, f"the duration limit of {limit_s:g} s was reached")
+        await asyncio.wait({working, stopping}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        early = "stopped" if stopping.done() else f"the duration limit of {limit_s:g} s was reached"
+        reason = None if working.done() else early
     finally:
-        for task in (phases, stopping, sampling):
+        for task in (working, stopping):
             task.cancel()
-        await asyncio.gather(phases, stopping, sampling, return_exceptions=True)
+        await asyncio.gather(working, stopping, return_exceptions=True)
     if reason is None:
-        phases.result()
+        working.result()
     return storm.result(reason)
-
-
-def _why_early(phases: Task, stopping: Task, sampling: Task, otherwise: str) -> str | None:
-    if phases.done():
-        return None
-    if sampling.done():
-        sampling.result()
-        return "the limit of samples was reached"
-    return "stopped" if stopping.done() else otherwise
 
 
 def planned_asks(plan: StormPlan) -> Iterator[Ask]:
@@ -164,6 +151,16 @@ class _Storm:
         if not self._oracle:
             self._notes.append("the target does not write the oracle's words: texts are not checked")
         self.streams.append(probe)
+
+    async def run(self) -> None:
+        """All of it; the samples are taken beside the phases."""
+        await self.prepare()
+        sampling = asyncio.create_task(self.sampler.run(self.plan.sample_every_ns))
+        try:
+            await self.phases()
+        finally:
+            sampling.cancel()
+            await asyncio.gather(sampling, return_exceptions=True)
 
     async def phases(self) -> None:
         for round_ in range(self.plan.rounds):
@@ -333,7 +330,7 @@ class _Storm:
             self._phases.append(Phase(name, started_ns, self.session.now_ns()))
 
     def result(self, interrupted: str | None) -> StormResult:
-        assert self._baseline is not None
+        baseline = self._baseline or Sample(0, "baseline", 0, 0, {}, {}, None, "not read before the storm ended")
         streams = self.streams
         if self._oracle:
             streams = judge(streams, Known(record.ask for record in streams), exact_length=self._exact)
@@ -347,7 +344,7 @@ class _Storm:
             kind=self.sampler.kind.name,
             cancel_grace_ns=self.sampler.kind.cancel_grace_ns,
             watches={key: gauge.watch.value for key, gauge in self.sampler.gauges().items()},
-            baseline=self._baseline,
+            baseline=baseline,
             oracle=self._oracle,
             streams=tuple(streams),
             bystanders=bystanders,
