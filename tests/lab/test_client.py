@@ -7,9 +7,9 @@ from contextlib import asynccontextmanager
 import pytest
 
 from windtunnel.core.units import MS, S
-from windtunnel.lab.client import Session, run_request
-from windtunnel.lab.connection import parse_origin
-from windtunnel.lab.plan import Api, Role
+from windtunnel.lab.client import Leave, Session, run_request
+from windtunnel.lab.connection import How, parse_origin
+from windtunnel.lab.plan import Api, Moment, Role, Trigger
 from windtunnel.lab.record import Ask, End, StreamRecord
 from windtunnel.lab.target import Target, make_target
 
@@ -57,7 +57,7 @@ async def ask_once(answer: bytes | None, *, stream: bool = True, timeout_ns: int
     [
         (HEAD + chunked(TEXT, FINISH, DONE) + END, End.FINISHED),
         (HEAD + chunked(TEXT + FINISH[:20], FINISH[20:] + DONE) + END, End.FINISHED),
-        (HEAD + chunked(TEXT, FINISH, DONE).replace(b"\n\n\r\n", b"\n\n\r\n") + END, End.FINISHED),
+        (HEAD + chunked(*(part.replace(b"\n", b"\r\n") for part in (TEXT, FINISH, DONE))) + END, End.FINISHED),
         (HEAD + chunked(b": keep-alive\n\n", TEXT, FINISH, DONE) + END, End.FINISHED),
         (HEAD + chunked(TEXT, FINISH) + END, End.UNTERMINATED),
         (HEAD + chunked(TEXT, DONE) + END, End.UNTERMINATED),
@@ -104,6 +104,40 @@ async def test_nobody_there_is_refused() -> None:
         pass
     record = await run_request(Session(target, S, 0), Ask(1, Role.LATER, 0, Api.CHAT, "[wt:1]", 2, True))
     assert record.end is End.REFUSED
+
+
+async def ending_of(how: How) -> tuple[str, StreamRecord]:
+    """How the server saw its client leave after the first word, and what the client still read."""
+    seen: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(HEAD + chunked(TEXT))
+        try:
+            while await reader.read(65_536):
+                pass
+            seen.set_result("end of stream")
+        except ConnectionResetError:
+            seen.set_result("reset")
+        writer.write(chunked(FINISH, DONE) + END)
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        target = make_target(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "fake")
+        ask = Ask(1, Role.VICTIM, 0, Api.COMPLETIONS, "[wt:1]", 2, True)
+        record = await run_request(Session(target, 5 * S, 5 * S), ask, Leave(how, Trigger(Moment.TOKENS, 1)))
+        return await seen, record
+
+
+@pytest.mark.parametrize(
+    ("how", "seen", "words_after"),
+    [(How.FIN, "end of stream", 0), (How.RST, "reset", 0), (How.HALF_CLOSE, "end of stream", 1)],
+)
+async def test_each_way_of_leaving_is_that_way_on_the_wire(how: How, seen: str, words_after: int) -> None:
+    ending, record = await ending_of(how)
+    assert ending == seen
+    assert (record.end, record.left_in, record.words_after_leaving) == (End.LEFT, "tokens:1", words_after)
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,9 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-
+from tests.lab.conftest import until
 from tests.lab.fake_server import DEFECTS, FakeServer
+
 from windtunnel.core.units import MS, S
 from windtunnel.lab.connection import How
 from windtunnel.lab.findings import KINDS, Finding, find
@@ -61,6 +62,17 @@ async def test_clean_server_raises_nothing() -> None:
     assert all(stream.complete for stream in result.of(Role.SURVIVOR, Role.LATER))
 
 
+async def test_a_target_without_metrics_is_still_watched_from_its_answers() -> None:
+    result = await blow(PLAN, "no-metrics")
+    assert find(result) == ()
+    assert len(result.bystanders) == PLAN.bystanders
+    assert not any(one.harmed for one in result.bystanders)
+    assert any("leaks cannot be seen" in note for note in result.notes)
+    assert result.samples == ()
+    found = names(find(await blow(PLAN, "no-metrics", "short")))
+    assert found == ["corrupt_stream"]
+
+
 async def test_crossed_words_are_traced_to_their_owner() -> None:
     found = {one.name: one for one in find(await blow(PLAN, "crossed"))}
     assert "which belongs to" in found["crossed_stream"].evidence[0]
@@ -104,11 +116,9 @@ async def test_victims_leave_while_queued_when_the_gauge_says_so() -> None:
     plan = replace(PLAN, when=Trigger(Moment.QUEUED, 0), bystanders=0, later=0, victim=Shape(max_tokens=100_000), survivors=0)
     try:
         storm = asyncio.create_task(run_storm(make_target(f"http://127.0.0.1:{port}", "fake"), plan))
-        while server.running < plan.victims:
-            await asyncio.sleep(0)
+        await until(lambda: server.running == plan.victims)
         server.waiting = 3
-        while server.left < plan.victims:
-            await asyncio.sleep(0)
+        await until(lambda: server.left == plan.victims)
         server.waiting = 0
         result = await storm
     finally:
@@ -117,7 +127,7 @@ async def test_victims_leave_while_queued_when_the_gauge_says_so() -> None:
 
 
 async def test_held_victims_leave_together() -> None:
-    result = await blow(replace(PLAN, hold=True, victims=8))
+    result = await blow(replace(PLAN, hold=True), spread_s=0.002)
     victims = result.of(Role.VICTIM)
     last_came = max(victim.frame_ns[PLAN.when.count - 1] for victim in victims)
     assert all(victim.left_ns is not None and victim.left_ns >= last_came for victim in victims)

@@ -18,9 +18,9 @@ KNOWN = Known([Ask(tag, Role.LATER, 0, Api.COMPLETIONS, "", 20, True) for tag in
         (WORDS[:3] + WORDS[4:], Damage.MISSING, 3),
         (WORDS[:6] + WORDS[3:], Damage.DUPLICATED, 6),
         (WORDS[:6] + OTHER[6:], Damage.FOREIGN, 6),
-        (WORDS[:6] + ["nonsense"] + WORDS[7:], Damage.WRONG, 6),
+        ([*WORDS[:6], "nonsense", *WORDS[7:]], Damage.WRONG, 6),
         (WORDS[:19], Damage.MISSING, 19),
-        (WORDS + ["extra"], Damage.WRONG, 20),
+        ([*WORDS, "extra"], Damage.WRONG, 20),
         ([], Damage.MISSING, 0),
     ],
 )

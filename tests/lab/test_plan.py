@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 import pytest
-
 from tests.lab.fake_server import FakeServer
+
 from windtunnel.lab.plan import (
     Limits,
     Moment,

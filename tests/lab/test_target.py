@@ -42,7 +42,8 @@ def test_engines_are_added_up_and_usages_are_not() -> None:
 
 
 def test_counters_split_by_label() -> None:
-    text = 'vllm:request_success_total{finished_reason="stop",engine="0"} 2\nvllm:request_success_total{finished_reason="abort"} 1\n'
+    name = "vllm:request_success_total"
+    text = f'{name}{{finished_reason="stop",engine="0"}} 2\n{name}{{finished_reason="abort"}} 1\n'
     assert read(text)[2] == {"request_success{stop}": 2, "request_success{abort}": 1}
 
 

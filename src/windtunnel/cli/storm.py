@@ -84,7 +84,7 @@ def storm(
         result = run_stoppable(lambda stop: _run(target, plan, stop))
     except (ValueError, TargetError, Environment) as error:
         fail(str(error))
-    _show(result, as_json=as_json)
+    _show(target, result, as_json=as_json)
 
 
 def _target(
@@ -115,13 +115,19 @@ async def _run(target: "Target", plan: "StormPlan", stop: Any) -> "StormResult":
         return await run_storm(target, plan, stop=stop, on_event=tell)
 
 
-def _show(result: "StormResult", *, as_json: bool) -> None:
+def _show(target: "Target", result: "StormResult", *, as_json: bool) -> None:
     import json
 
-    from windtunnel.lab.document import storm_document
+    from windtunnel.lab.document import plan_document, storm_document, versions
     from windtunnel.lab.progress import print_storm
 
-    document = storm_document(result)
+    document = {
+        "target": target.origin.url,
+        "model": target.model,
+        **storm_document(result),
+        "storm": plan_document(result.plan),
+        "versions": versions(),
+    }
     if as_json:
         typer.echo(json.dumps(document, indent=2))
     else:

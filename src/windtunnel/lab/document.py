@@ -1,11 +1,15 @@
 """A storm as a JSON document: what experiments, reports and CI read. Plain dictionaries; the schema is in `schema/`."""
 
+import platform
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from enum import Enum
 from typing import Any
 
+import windtunnel
 from windtunnel.lab.findings import Finding, find, freed_after_ns, zombie_tokens
-from windtunnel.lab.plan import Role
+from windtunnel.lab.plan import Role, StormPlan
 from windtunnel.lab.record import Sample, StormResult, StreamRecord
 
 LEAK_KEYS = ("running", "waiting", "kv_usage")
@@ -37,6 +41,26 @@ def storm_document(result: StormResult) -> dict[str, Any]:
         "interrupted": result.interrupted,
         "notes": list(result.notes),
     }
+
+
+def plan_document(plan: StormPlan) -> dict[str, Any]:
+    """The effective plan, as plain values."""
+    return {key: _plain(value) for key, value in asdict(plan).items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, dict):
+        return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return value
+
+
+def versions() -> dict[str, str]:
+    system = f"{platform.system()} {platform.machine()}"
+    return {"windtunnel": windtunnel.__version__, "python": platform.python_version(), "system": system}
 
 
 def finding_documents(findings: Iterable[Finding]) -> list[dict[str, Any]]:

@@ -27,6 +27,7 @@ EXIT_CODES: Mapping[str, int] = {"confirmed": 0, "refuted": 1, "mixed": 1, "inco
 _OPERATORS = {
     "==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
 }  # fmt: skip
+_COUNTS = frozenset({"by_status", "by_end", "left_in", "text_faults", "log_matches"})
 _SERIES = re.compile(r"series\.(.+)\.(max|min|last|at\((.+)\))$")
 
 
@@ -42,15 +43,16 @@ def metric(trial: Trial, path: str) -> float | None:
 
 
 def _walk(value: Any, path: str) -> Any:
-    """Follow a dotted path; a key may itself contain dots."""
+    """Follow a dotted path; a key may itself contain dots. What a table of counts does not name was counted zero times."""
     if not path:
         return value
     if not isinstance(value, Mapping):
         return None
     for key in value:
         if path == key or path.startswith(f"{key}."):
-            return _walk(value[key], path[len(key) + 1 :])
-    return 0 if "by_" in path or path.startswith(("by_", "text_faults")) else None
+            found = _walk(value[key], path[len(key) + 1 :])
+            return 0 if found is None and key in _COUNTS else found
+    return None
 
 
 def _from_series(trial: Trial, gauge: str, fold: str, at: str | None) -> float | None:
