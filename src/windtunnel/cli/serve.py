@@ -6,6 +6,11 @@ import typer
 
 from windtunnel.cli.exits import USAGE
 
+_SWITCHES = {
+    "VLLM_SERVER_DEV_MODE": "--dev-mode",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "--allow-runtime-lora-updating",
+    "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH": "--keep-alive-on-engine-death",
+}
 _ANY_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
@@ -35,8 +40,9 @@ def serve(context: typer.Context) -> None:
 def _environment_flags() -> list[str]:
     """The environment variables of the real server that have a flag here."""
     flags = []
-    if os.environ.get("VLLM_SERVER_DEV_MODE") == "1":
-        flags.append("--dev-mode")
+    for variable, flag in _SWITCHES.items():
+        if os.environ.get(variable, "").lower() in ("1", "true"):
+            flags.append(flag)
     if os.environ.get("VLLM_API_KEY"):
         flags += ["--api-key", os.environ["VLLM_API_KEY"]]
     return flags

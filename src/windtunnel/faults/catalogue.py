@@ -16,6 +16,23 @@ class CatalogueEntry:
     """The public reports that it models."""
     finding: str
     """The finding that the lab must raise."""
+    option: str = ""
+    """What may follow the name after a colon (`NAME:VALUE`), with its default; empty: nothing."""
+
+
+class UnknownFault(ValueError):
+    """No defect of this name, or one that takes no value. The message says which there are."""
+
+
+def find(text: str) -> "tuple[CatalogueEntry, str]":
+    """The entry that `NAME` or `NAME:VALUE` means, and the value."""
+    name, _, value = text.partition(":")
+    entry = CATALOGUE.get(name)
+    if entry is None:
+        raise UnknownFault(f"{name!r} is not a fault; those are {', '.join(CATALOGUE)}")
+    if value and not entry.option:
+        raise UnknownFault(f"{name!r} takes no value")
+    return entry, value
 
 
 _ENTRIES = (

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from windtunnel.faults.catalogue import CATALOGUE
+from windtunnel.faults.catalogue import find
 
 log = logging.getLogger("windtunnel.serve")
 
@@ -38,6 +38,10 @@ def plain_app(app: AsgiApp) -> AsgiApp:
     return app
 
 
+def as_it_is(value: Any) -> Any:
+    return value
+
+
 def reporter_of(_scope: Any) -> WriteFailed:
     return log_disconnect
 
@@ -53,6 +57,13 @@ class Seams:
     disconnected: Callable[[Abort, Sequence[str]], bool] = disconnect_aborts
     """What a client's leaving does to its requests."""
 
+    engine: Callable[[Any], Any] = as_it_is
+    """Around the engine, as the driver and the operator routes see it."""
+    sink: Callable[[Any], Any] = as_it_is
+    """Around the `Sink` of a stream: what happens to its frames on their way out."""
+    family: Callable[[Any], Any] = as_it_is
+    """Around each API family: how a request is read and which frames a stream has."""
+
     def with_(self, **changes: Any) -> "Seams":
         return replace(self, **changes)
 
@@ -64,11 +75,12 @@ class Fault(Protocol):
 
 
 def load(names: Sequence[str]) -> Seams:
-    """The seams with these faults attached. Raises KeyError for an unknown name."""
+    """The seams with these faults attached. Raises UnknownFault for an unknown name, ValueError for a bad value."""
     seams = Seams()
     for name in names:
-        entry = CATALOGUE[name]
+        entry, value = find(name)
         module = importlib.import_module(f"windtunnel.faults.{entry.module}")
-        seams = module.FAULT.attach(seams)
+        fault: Fault = module.FAULT.with_option(value) if value else module.FAULT
+        seams = fault.attach(seams)
         log.warning("fault switched on: %s", name)
     return seams

@@ -23,6 +23,7 @@ from windtunnel.serve.flags import live_changes
 from windtunnel.serve.http11 import Cork
 from windtunnel.serve.jobs import Jobs
 from windtunnel.serve.keepalive import keep_alive
+from windtunnel.serve.operator import OperatorState
 from windtunnel.serve.seams import Seams, load
 from windtunnel.serve.sources import SourceMaker
 from windtunnel.serve.streams import StreamedAnswer
@@ -41,13 +42,22 @@ class Server:
         self.config = config
         self.loop = loop
         self.load = 0
+<<<<<<< HEAD
         self.cork = Cork()
+=======
+        self.operator = OperatorState(len(config.lora_modules))
+        self.kv_event_sources: dict[str, Any] = {}
+        """What `/kv_event_sources` says: publisher settings for each rank; empty while KV events are off."""
+        self._ready_ns = now_ns() + config.startup_ns
+>>>>>>> d3299b8 (Operator routes as recorded: pause, sleep, aborts, caches, adapters, weights, profiler; keys outside CORS, metrics inside)
         self.seams: Seams = load(config.faults)
         self._chance = random.Random(config.seed)
         self._ids = random.Random()
         self.tokenizer = load_tokenizer(config)
         self.env = make_env(config, self.tokenizer, self.new_id)
-        self.engine = VllmEngine(engine_config(config, self.tokenizer), make_pacing(config.pacing, self._chance))
+        self.engine: VllmEngine = self.seams.engine(
+            VllmEngine(engine_config(config, self.tokenizer), make_pacing(config.pacing, self._chance))
+        )
         self.history = RequestHistory(config.limits.history)
         self.metrics = make_metrics(config, self.engine.config)
         self.driver = EngineDriver(self.engine, 0, loop, self.cork, (self.metrics, HistoryObserver(self.history)))
@@ -58,6 +68,20 @@ class Server:
     def new_id(self) -> str:
         """16 hex digits. Not seeded: two servers must not give the same ids."""
         return f"{self._ids.getrandbits(64):016x}"
+
+    @property
+    def dead(self) -> bool:
+        """The engine core has died."""
+        return self.engine.control.death is not None
+
+    @property
+    def ready(self) -> bool:
+        """`--startup-duration` has passed."""
+        return now_ns() >= self._ready_ns
+
+    async def idle_or_resumed(self) -> None:
+        """Until no job is at work or the operator has resumed the engine."""
+        await self.operator.idle_or_resumed(asyncio.ensure_future(self.jobs.idle()))
 
     async def body(self, receive: asgi.Receive) -> bytes:
         """A bounded request body; raises WireError (413, 408) or ClientGone."""
