@@ -51,7 +51,8 @@ def _environment_flags() -> list[str]:
 def help_text() -> str:
     from windtunnel.serve.flags import FLAGS
 
-    lines = ["usage: windtunnel serve [MODEL] [--flag value]…", "", "Flags (* can be changed at run time through POST /admin/config):"]
+    lines = ["usage: windtunnel serve [MODEL] [--flag value]…", ""]
+    lines.append("Flags (* can be changed at run time through POST /admin/config):")
     for flag in FLAGS:
         names = ", ".join(f"--{name}" for name in (flag.name, *flag.aliases))
         lines.append(f"  {names}{' *' if flag.live else ''}\n      {flag.help}")

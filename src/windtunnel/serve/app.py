@@ -54,7 +54,11 @@ def build(server: Server) -> Any:
     """The application of a vLLM server."""
     config = server.config
     generating: Sequence[Family] = families()
-    routes = [ExactRoute(path, GenerateRoute(server, server.seams.family(family)), ["POST"]) for family in generating for path in family.paths]
+    routes = [
+        ExactRoute(path, GenerateRoute(server, server.seams.family(family)), ["POST"])
+        for family in generating
+        for path in family.paths
+    ]
     routes += [ExactRoute(path, endpoint, methods) for path, methods, endpoint in operations.table(server)]
     app: Any = HttpMetrics(Router(routes, default=_not_found), metrics=server.metrics)
     app = CORSMiddleware(app, allow_origins=config.allowed_origins, allow_methods=["*"], allow_headers=["*"])

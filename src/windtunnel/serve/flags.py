@@ -10,9 +10,9 @@ from difflib import get_close_matches
 from typing import Any
 
 from windtunnel.core.units import parse_duration_ns
-from windtunnel.faults.catalogue import UnknownFault, find
 from windtunnel.serve.config import ServeConfig, UsageError
 from windtunnel.serve.foreign_flags import FOREIGN_FLAGS
+from windtunnel.serve.seams import resolve
 
 Parse = Callable[[Any], Any]
 
@@ -295,8 +295,8 @@ def check(config: ServeConfig) -> ServeConfig:
 
 def _check_fault(text: str) -> None:
     try:
-        find(text)
-    except UnknownFault as error:
+        resolve(text)
+    except ValueError as error:
         raise UsageError(f"--fault {error}") from None
 
 

@@ -5,6 +5,7 @@ The handler owns the request and the response until the head is sent. After that
 """
 
 import asyncio
+from functools import partial
 from typing import TYPE_CHECKING
 
 from windtunnel.core.outputs import Refusal
@@ -99,9 +100,11 @@ class GenerateRoute:
         if isinstance(job, Refusal):
             answer.fail(_refused(job))
         if isinstance(job, Job):
-            keep_alive = self._server.keep_alive(answer, _KEEP_ALIVE_FRAME)
-            await self._wait(job, answer, scope, end)
-            keep_alive()
+            keep_alive = self._server.keep_alive(answer, partial(_tokens_so_far, job, answer), _KEEP_ALIVE_FRAME)
+            try:
+                await self._wait(job, answer, scope, end)
+            finally:
+                keep_alive()
         stall.cancel()
         if not line.gone:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -190,6 +193,12 @@ class StallTimer:
         if self._handle is not None:
             self._handle.cancel()
             self._handle = None
+
+
+def _tokens_so_far(job: Job, answer: Answer) -> int:
+    """What keep-alive looks at: tokens of the fast lane are counted when they are settled."""
+    job.settle()
+    return answer.usage.completion_tokens
 
 
 def _refused(refusal: Refusal) -> WireError:

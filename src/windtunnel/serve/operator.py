@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(slots=True)
@@ -35,9 +36,9 @@ class OperatorState:
         self._resumed.set()
         self._resumed = asyncio.Event()
 
-    async def idle_or_resumed(self, idle: "asyncio.Future[None]") -> None:
+    async def idle_or_resumed(self, idle: "asyncio.Future[Any]") -> None:
         """Wait for `idle` or the next `resumed`, whichever comes first."""
-        resumed = asyncio.ensure_future(self._resumed.wait())
+        resumed: asyncio.Future[Any] = asyncio.ensure_future(self._resumed.wait())
         try:
             await asyncio.wait([idle, resumed], return_when=asyncio.FIRST_COMPLETED)
         finally:

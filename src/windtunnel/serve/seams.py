@@ -57,6 +57,8 @@ class Seams:
     disconnected: Callable[[Abort, Sequence[str]], bool] = disconnect_aborts
     """What a client's leaving does to its requests."""
 
+    engine_config: Callable[[Any], Any] = as_it_is
+    """From the engine's settings to those that it gets."""
     engine: Callable[[Any], Any] = as_it_is
     """Around the engine, as the driver and the operator routes see it."""
     sink: Callable[[Any], Any] = as_it_is
@@ -67,6 +69,15 @@ class Seams:
     def with_(self, **changes: Any) -> "Seams":
         return replace(self, **changes)
 
+    def around(self, **wrappers: Callable[[Any], Any]) -> "Seams":
+        """Wrap what the named seams give so far, so that several faults can stand around one thing."""
+        chained: dict[str, Any] = {name: _chain(getattr(self, name), wrapper) for name, wrapper in wrappers.items()}
+        return replace(self, **chained)
+
+
+def _chain(inner: Callable[[Any], Any], outer: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda value: outer(inner(value))
+
 
 class Fault(Protocol):
     NAME: str
@@ -74,13 +85,18 @@ class Fault(Protocol):
     def attach(self, seams: Seams) -> Seams: ...
 
 
+def resolve(text: str) -> Fault:
+    """The defect that `NAME` or `NAME:VALUE` means. Raises ValueError that says what is wrong."""
+    entry, value = find(text)
+    module = importlib.import_module(f"windtunnel.faults.{entry.module}")
+    fault: Fault = module.FAULT.with_option(value) if value else module.FAULT
+    return fault
+
+
 def load(names: Sequence[str]) -> Seams:
-    """The seams with these faults attached. Raises UnknownFault for an unknown name, ValueError for a bad value."""
+    """The seams with these faults attached. Raises ValueError as `resolve` does."""
     seams = Seams()
     for name in names:
-        entry, value = find(name)
-        module = importlib.import_module(f"windtunnel.faults.{entry.module}")
-        fault: Fault = module.FAULT.with_option(value) if value else module.FAULT
-        seams = fault.attach(seams)
+        seams = resolve(name).attach(seams)
         log.warning("fault switched on: %s", name)
     return seams
