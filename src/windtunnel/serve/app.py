@@ -29,7 +29,7 @@ class ExactRoute(Route):
 
     def matches(self, scope: Any) -> Any:
         match, child_scope = super().matches(scope)
-        if match is not Match.NONE:
+        if match is Match.FULL:
             child_scope[HANDLER] = self.path
         return match, child_scope
 
@@ -54,15 +54,19 @@ def build(server: Server) -> Any:
     """The application of a vLLM server."""
     config = server.config
     generating: Sequence[Family] = families()
-    routes = [ExactRoute(path, GenerateRoute(server, family), ["POST"]) for family in generating for path in family.paths]
+    routes = [
+        ExactRoute(path, GenerateRoute(server, server.seams.family(family)), ["POST"])
+        for family in generating
+        for path in family.paths
+    ]
     routes += [ExactRoute(path, endpoint, methods) for path, methods, endpoint in operations.table(server)]
-    app: Any = Router(routes, default=_not_found)
+    app: Any = HttpMetrics(Router(routes, default=_not_found), metrics=server.metrics)
     app = CORSMiddleware(app, allow_origins=config.allowed_origins, allow_methods=["*"], allow_headers=["*"])
     if config.api_keys:
         app = ApiKeys(app, keys=config.api_keys)
     if config.enable_request_id_headers:
         app = RequestIds(app)
-    return server.seams.wrap_app(HttpMetrics(app, metrics=server.metrics))
+    return server.seams.wrap_app(app)
 
 
 async def _not_found(_scope: Scope, _receive: Receive, send: Send) -> None:
