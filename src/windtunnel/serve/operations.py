@@ -11,6 +11,7 @@ from windtunnel.wire.family import WireError
 from windtunnel.wire.http import dumps, error_body, parse_json, read_json
 from windtunnel.wire.metrics import CONTENT_TYPE, render
 from windtunnel.wire.vllm.models import models_body, version_body
+from windtunnel.wire.vllm.render import SCALE_OUT_PATHS, chat_render, completions_render, refuse_when_disabled
 from windtunnel.wire.vllm.tokenize import detokenize, tokenize
 
 Handler = Callable[[Server, bytes, Scope], "tuple[int, bytes]"]
@@ -54,6 +55,7 @@ def table(server: Server) -> list[Row]:
     endpoints: list[Row] = [
         (path, methods, Simple(server, handle, reads_body="POST" in methods)) for path, methods, handle in rows
     ]
+    endpoints += [(path, ["POST"], Simple(server, _scale_out, reads_body=True)) for path in SCALE_OUT_PATHS]
     endpoints.append(("/metrics", None, MetricsPage(server)))
     return endpoints
 
@@ -81,6 +83,18 @@ def _tokenize(server: Server, body: bytes, scope: Scope) -> tuple[int, bytes]:
 
 def _detokenize(server: Server, body: bytes, scope: Scope) -> tuple[int, bytes]:
     return 200, detokenize(body, headers_of(scope), server.env)
+
+
+def _scale_out(server: Server, body: bytes, scope: Scope) -> tuple[int, bytes]:
+    """The render routes; without `--enable-scale-out` each of them is a 403 (§1.3)."""
+    refuse_when_disabled(server.env)
+    render_one = _RENDER.get(scope["path"])
+    if render_one is None:
+        raise WireError(f"{scope['path']} is not simulated.", 501, "NotImplementedError")
+    return 200, render_one(body, headers_of(scope), server.env)
+
+
+_RENDER = {"/v1/completions/render": completions_render, "/v1/chat/completions/render": chat_render}
 
 
 def _get_config(server: Server, _body: bytes, _scope: Scope) -> tuple[int, bytes]:
