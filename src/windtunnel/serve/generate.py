@@ -62,6 +62,7 @@ class GenerateRoute:
         end = End(self._server.loop)
         choices = self._choices(generation, keep=True)
         answer = CollectedAnswer(choices, self._usage(generation), end.set, _counted(generation))
+        answer.wants_metrics = self._wants_metrics(choices)
         error = generation.late_error
         if error is None:
             job = self._server.jobs.start(generation, answer, choices, arrival_ns)
@@ -85,6 +86,7 @@ class GenerateRoute:
         sink, stall = self._server.seams.sink(line.sink(self._server.cork)), StallTimer(self._server, line)
         encoder = self._family.encoder(generation)
         answer = StreamedAnswer(choices, self._usage(generation), end.set, encoder, sink, stall, _counted(generation))
+        answer.wants_metrics = self._wants_metrics(choices)
         job: Job | Refusal | None = None
         if len(choices) == 1 and generation.late_error is None:
             job = self._server.jobs.start(generation, answer, choices, arrival_ns)
@@ -128,6 +130,9 @@ class GenerateRoute:
         usage = Usage(sum(sizes), 0, created_cache_tokens=written)
         usage.count_cached(generation.recorded_cached_tokens or 0)
         return usage
+
+    def _wants_metrics(self, choices: list[ChoiceState]) -> bool:
+        return self._server.config.enable_per_request_metrics and len(choices) == 1
 
     def _choices(self, generation: Generation, *, keep: bool) -> list[ChoiceState]:
         sampling, tokenizer = generation.sampling, self._server.env.tokenizer
