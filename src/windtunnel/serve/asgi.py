@@ -62,6 +62,12 @@ def headers_of(scope: Scope) -> Mapping[str, str]:
     return headers
 
 
+def header_of(scope: Scope, name: str) -> str | None:
+    """One header by its lower-case name."""
+    wanted = name.encode()
+    return next((value.decode("latin-1") for key, value in scope["headers"] if key == wanted), None)
+
+
 async def send_bytes(
     send: Send, status: int, body: bytes, content_type: bytes | None = JSON, headers: Iterable[tuple[bytes, bytes]] = ()
 ) -> None:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from windtunnel.core.units import MS, S
+from windtunnel.serve.failures import FailureConfig
 
 Engine = Literal["vllm", "sglang"]
 
@@ -123,6 +124,7 @@ class ServeConfig:
     pacing: PacingConfig = field(default_factory=PacingConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     scheduler: EngineSettings = field(default_factory=EngineSettings)
+    failures: FailureConfig = field(default_factory=FailureConfig)
     limits: ServerLimits = field(default_factory=ServerLimits)
 
     @property

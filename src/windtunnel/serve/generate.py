@@ -9,10 +9,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from windtunnel.core.outputs import Refusal
-from windtunnel.serve.asgi import ClientGone, Receive, Scope, Send, headers_of, send_bytes
+from windtunnel.serve.asgi import ClientGone, Receive, Scope, Send, header_of, headers_of, send_bytes
 from windtunnel.serve.clock import now_ns
+from windtunnel.serve.failures import RETURN_ERROR
 from windtunnel.serve.http11 import LINE, ClientLine
 from windtunnel.serve.jobs import Job
+from windtunnel.serve.orca import ASKED as ORCA
+from windtunnel.serve.orca import load_header
 from windtunnel.serve.seams import WriteFailed
 from windtunnel.serve.streams import Answer, CollectedAnswer, StreamedAnswer
 from windtunnel.wire.family import Family, Generation, Usage, WireError
@@ -54,6 +57,7 @@ class GenerateRoute:
 
     async def _plan(self, scope: Scope, receive: Receive) -> Generation:
         body = await self._server.body(receive)
+        self._server.inject_failure(header_of(scope, RETURN_ERROR))
         generation = self._family.plan(body, headers_of(scope), self._server.env)
         return self._server.recorded.attach(generation, body) if self._server.recorded else generation
 
@@ -76,7 +80,9 @@ class GenerateRoute:
         if error is not None:
             await send_bytes(send, error.status, self._family.error_body(error))
         else:
-            await send_bytes(send, 200, self._family.body(generation, answer.results(), answer.usage))
+            body = self._family.body(generation, answer.results(), answer.usage)
+            report = load_header(header_of(scope, ORCA), generation.family, self._server.metrics.store)
+            await send_bytes(send, 200, body, headers=report)
 
     async def _stream(self, generation: Generation, arrival_ns: int, scope: Scope, send: Send) -> None:
         """The refusal of a single sequence is a status; everything found later is a frame (§2.8)."""
