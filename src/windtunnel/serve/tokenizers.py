@@ -54,6 +54,16 @@ def _template(folder: Path) -> str | None:
     return value if isinstance(value, str) else None
 
 
+def generation_config(path: str | Path) -> dict[str, Any]:
+    """`generation_config.json` of the folder: EOS ids and sampling defaults. Empty where there is none."""
+    folder = Path(path)
+    file = (folder.parent if folder.is_file() else folder) / "generation_config.json"
+    value: Any = json.loads(file.read_text()) if file.is_file() else {}
+    if not isinstance(value, dict):
+        raise ValueError(f"{file} must hold a JSON object")
+    return value
+
+
 class FolderTokenizer:
     """A `tokenizers.Tokenizer` behind the `Tokenizer` protocol. Immutable after construction."""
 

@@ -19,12 +19,12 @@ The file is JSON lines. Each line is one answer:
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Any
 
 from windtunnel.core.tokenizer import Tokenizer
-from windtunnel.wire.family import PromptPlan
+from windtunnel.wire.family import Generation, PromptPlan
 
 _MATCHES = ("body", "prompt", "prompt_token_ids")
 _CHOICE_KEYS = frozenset({"token_ids", "text", "finish_reason"})
@@ -105,6 +105,13 @@ class RecordedPlayer:
         choices = tuple(answer.choice(at) if answer else None for answer in answers for at in range(n))
         fixed = [answer.cached_tokens for answer in answers if answer and answer.cached_tokens is not None]
         return Playback(choices, sum(fixed) if fixed else None)
+
+    def attach(self, generation: Generation, body: bytes) -> Generation:
+        """`generation` with its recorded answer, or as it is."""
+        played = self.play(body, generation.prompts, generation.sampling.n)
+        if played is None:
+            return generation
+        return replace(generation, recorded=played.choices, recorded_cached_tokens=played.cached_tokens)
 
     def _next(self, found: tuple[Any, Sequence[RecordedAnswer]]) -> RecordedAnswer:
         key, answers = found
