@@ -91,6 +91,7 @@ class ServeConfig:
     dev_mode: bool = False
     enable_server_load_tracking: bool = False
     enable_prompt_tokens_details: bool = False
+    enable_per_request_metrics: bool = False
     enable_force_include_usage: bool = False
     enable_auto_tool_choice: bool = False
     enable_request_id_headers: bool = False

@@ -145,6 +145,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag("dev-mode", "dev_mode", _boolean, "serve vLLM's developer routes (also VLLM_SERVER_DEV_MODE=1)", switch=True),
     Flag("enable-server-load-tracking", "enable_server_load_tracking", _boolean, "count requests in /load", switch=True),
     Flag("enable-prompt-tokens-details", "enable_prompt_tokens_details", _boolean, "cached tokens in usage", switch=True),
+    Flag("enable-per-request-metrics", "enable_per_request_metrics", _boolean, "timings of each request in its answer", switch=True),
     Flag("enable-force-include-usage", "enable_force_include_usage", _boolean, "usage in every stream", switch=True),
     Flag("enable-auto-tool-choice", "enable_auto_tool_choice", _boolean, "allow tool_choice auto", switch=True),
     Flag("tool-call-parser", "tool_call_parser", _optional(_text), "tool call format, such as hermes"),

@@ -14,7 +14,7 @@ from windtunnel.serve.http11 import LINE, ClientLine
 from windtunnel.serve.jobs import Job
 from windtunnel.serve.seams import WriteFailed
 from windtunnel.serve.streams import Answer, CollectedAnswer, StreamedAnswer
-from windtunnel.wire.family import Family, Generation, WireError
+from windtunnel.wire.family import Family, Generation, Usage, WireError
 from windtunnel.wire.output import ChoiceState
 
 if TYPE_CHECKING:
@@ -51,13 +51,14 @@ class GenerateRoute:
 
     async def _plan(self, scope: Scope, receive: Receive) -> Generation:
         body = await self._server.body(receive)
-        return self._family.plan(body, headers_of(scope), self._server.env)
+        generation = self._family.plan(body, headers_of(scope), self._server.env)
+        return self._server.recorded.attach(generation, body) if self._server.recorded else generation
 
     async def _collect(self, generation: Generation, arrival_ns: int, scope: Scope, send: Send) -> None:
         line: ClientLine = scope[LINE]
         end = asyncio.Event()
         choices = self._choices(generation, keep=True)
-        answer = CollectedAnswer(choices, _prompt_tokens(generation), end.set)
+        answer = CollectedAnswer(choices, self._usage(generation), end.set, _counted(generation))
         error = generation.late_error
         if error is None:
             job = self._server.jobs.start(generation, answer, choices, arrival_ns)
@@ -79,7 +80,7 @@ class GenerateRoute:
         end = asyncio.Event()
         choices = self._choices(generation, keep=False)
         sink, stall = line.sink(), StallTimer(self._server, line)
-        answer = StreamedAnswer(choices, _prompt_tokens(generation), end.set, self._family.encoder(generation), sink, stall)
+        answer = StreamedAnswer(choices, self._usage(generation), end.set, self._family.encoder(generation), sink, stall, _counted(generation))
         job: Job | Refusal | None = None
         if len(choices) == 1 and generation.late_error is None:
             job = self._server.jobs.start(generation, answer, choices, arrival_ns)
@@ -112,6 +113,15 @@ class GenerateRoute:
         finally:
             departure()
             self._server.jobs.end(job)
+
+    def _usage(self, generation: Generation) -> Usage:
+        """The counts before the first output. What is not cached will have been written: full blocks of each prompt."""
+        engine = self._server.config.scheduler
+        sizes = [len(prompt.token_ids) for prompt in generation.prompts]
+        written = sum(size // engine.block_size * engine.block_size for size in sizes) if engine.enable_prefix_caching else 0
+        usage = Usage(sum(sizes), 0, created_cache_tokens=written)
+        usage.count_cached(generation.recorded_cached_tokens or 0)
+        return usage
 
     def _choices(self, generation: Generation, *, keep: bool) -> list[ChoiceState]:
         sampling, tokenizer = generation.sampling, self._server.env.tokenizer
@@ -169,5 +179,6 @@ def _refused(refusal: Refusal) -> WireError:
     return WireError(refusal.message, refusal.status, refusal.kind)
 
 
-def _prompt_tokens(generation: Generation) -> int:
-    return sum(len(prompt.token_ids) for prompt in generation.prompts)
+def _counted(generation: Generation) -> range:
+    """Prompts whose cached tokens a recording has fixed: all of them or none."""
+    return range(len(generation.prompts) if generation.recorded_cached_tokens is not None else 0)

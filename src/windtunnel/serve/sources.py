@@ -1,7 +1,5 @@
 """What each sequence "generates": the server's generation mode, unless the request fixes the answer."""
 
-from collections.abc import Callable
-
 from windtunnel.core import oracle
 from windtunnel.core.request import TokenSource
 from windtunnel.core.sources import EchoSource, OracleSource, SequenceSource
@@ -18,22 +16,18 @@ SENTENCES = (
     "If this stream ends early, somebody between us closed it.",
 )
 
-RecordedAnswer = Callable[[Generation, int, int], TokenSource | None]
-
-
 class SourceMaker:
     """Makes the token source of one sequence. Pure in (request, prompt index, choice index)."""
 
-    def __init__(self, config: GenerationConfig, tokenizer: Tokenizer, recorded: RecordedAnswer | None = None) -> None:
+    def __init__(self, config: GenerationConfig, tokenizer: Tokenizer) -> None:
         self._config = config
         self._tokenizer = tokenizer
-        self._recorded = recorded
         self._sentences = [tuple(tokenizer.encode(" " + text, add_special_tokens=False)) for text in SENTENCES]
 
     def __call__(self, generation: Generation, prompt_index: int, child: int) -> TokenSource:
-        source = self._recorded and self._recorded(generation, prompt_index, child)
-        if source:
-            return source
+        recorded = generation.recorded and generation.recorded[prompt_index * generation.sampling.n + child]
+        if recorded is not None:
+            return SequenceSource(recorded)
         if generation.answer_text is not None:
             return SequenceSource(self._tokenizer.encode(generation.answer_text, add_special_tokens=False))
         prompt, sampling = generation.prompts[prompt_index], generation.sampling

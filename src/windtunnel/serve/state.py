@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from windtunnel.core.history import RequestHistory
@@ -15,7 +16,7 @@ from windtunnel.core.tokenizer import BuiltinTokenizer, Tokenizer
 from windtunnel.core.vllm.engine import VllmEngine
 from windtunnel.serve import asgi
 from windtunnel.serve.clock import now_ns
-from windtunnel.serve.config import ServeConfig, as_json
+from windtunnel.serve.config import ServeConfig, UsageError, as_json
 from windtunnel.serve.driver import EngineDriver
 from windtunnel.serve.engines import engine_config, make_metrics, make_pacing
 from windtunnel.serve.flags import live_changes
@@ -27,6 +28,7 @@ from windtunnel.serve.streams import StreamedAnswer
 from windtunnel.wire.env import ServerEnv
 from windtunnel.wire.family import WireError
 from windtunnel.wire.http import body_too_large
+from windtunnel.wire.recorded import RecordedPlayer, RecordedResponses, read_lines
 
 log = logging.getLogger("windtunnel.serve")
 
@@ -48,6 +50,7 @@ class Server:
         self.metrics = make_metrics(config, self.engine.config)
         self.driver = EngineDriver(self.engine, 0, loop, (self.metrics, HistoryObserver(self.history)))
         self.sources = SourceMaker(config.generation, self.tokenizer)
+        self.recorded = load_recorded(config, self.tokenizer)
         self.jobs = Jobs(self.driver, self.metrics, self._make_source, self._suffix, config.limits.open_answers)
 
     def new_id(self) -> str:
@@ -106,6 +109,17 @@ def load_tokenizer(config: ServeConfig) -> Tokenizer:
     return load_folder(config.tokenizer)
 
 
+def load_recorded(config: ServeConfig, tokenizer: Tokenizer) -> RecordedPlayer | None:
+    """The answers of `--responses`. Raises UsageError for a file that cannot be read."""
+    file = config.generation.responses_file
+    if file is None:
+        return None
+    try:
+        return RecordedPlayer(RecordedResponses(read_lines(Path(file).read_text()), tokenizer))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--responses: {error}") from None
+
+
 def make_env(config: ServeConfig, tokenizer: Tokenizer, new_id: Callable[[], str]) -> ServerEnv:
     loras = {name: Lora(name, path, number) for number, (name, path) in enumerate(config.lora_modules, start=1)}
     env = ServerEnv(
@@ -117,9 +131,28 @@ def make_env(config: ServeConfig, tokenizer: Tokenizer, new_id: Callable[[], str
         root=config.model,
         loras=loras,
         version=config.vllm_version,
+        **model_defaults(config, tokenizer),
     )
     same_name = (
         "stream_interval", "max_logprobs", "enable_auto_tool_choice", "tool_call_parser", "reasoning_parser",
-        "enable_prompt_tokens_details", "enable_force_include_usage", "return_tokens_as_token_ids", "trust_request_chat_template",
+        "enable_per_request_metrics", "enable_prompt_tokens_details", "enable_force_include_usage", "return_tokens_as_token_ids", "trust_request_chat_template",
     )
     return replace(env, max_body_bytes=config.limits.body_bytes, **{name: getattr(config, name) for name in same_name})
+
+
+_SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def model_defaults(config: ServeConfig, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What the model's generation config says: more EOS ids, and defaults for fields that a request leaves out."""
+    if config.tokenizer is None:
+        return {}
+    from windtunnel.serve.tokenizers import generation_config
+
+    told = generation_config(config.tokenizer)
+    eos = told.get("eos_token_id", [])
+    ids = eos if isinstance(eos, list) else [eos]
+    sampling = {name: told[name] for name in _SAMPLING_DEFAULTS if told.get(name) is not None}
+    if told.get("max_new_tokens"):
+        sampling["max_tokens"] = told["max_new_tokens"]
+    return {"extra_eos_token_ids": tuple(token for token in ids if token != tokenizer.eos_token_id), "default_sampling": sampling}

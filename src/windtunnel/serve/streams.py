@@ -4,7 +4,7 @@ Nothing here, and nothing it calls, can name the HTTP request or response: an an
 state of its choices and a `Sink`, which is a way to write bytes and nothing else. `tools/check_ownership.py` holds that.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from windtunnel.core.outputs import TokenOutput
@@ -34,9 +34,13 @@ class Answer:
     `ended` is called exactly once: when the last choice has finished, or when the answer has failed.
     """
 
-    def __init__(self, choices: Sequence[ChoiceState], prompt_tokens: int, ended: Callable[[], None]) -> None:
-        self.usage = Usage(prompt_tokens, 0)
+    def __init__(
+        self, choices: Sequence[ChoiceState], usage: Usage, ended: Callable[[], None], counted: Iterable[int] = ()
+    ) -> None:
+        self.usage = usage
         self.error: WireError | None = None
+        self._counted = set(counted)
+        """Prompts whose cached tokens are in `usage`; of `n` choices only the first counts."""
         self._choices = choices
         self._unfinished = len(choices)
         self._ended: Callable[[], None] | None = ended
@@ -54,8 +58,9 @@ class Answer:
             return
         reason = output.finish_reason
         self.usage.completion_tokens += len(output.token_ids)
-        if output.cached_tokens:
-            self.usage.cached_tokens += output.cached_tokens
+        if output.cached_tokens and choice.prompt_index not in self._counted:
+            self._counted.add(choice.prompt_index)
+            self.usage.count_cached(output.cached_tokens)
         delta = choice.push(output.token_ids, reason and reason.value, output.stop_reason)
         if delta is not None:
             if delta.finish_reason is not None:
@@ -98,13 +103,14 @@ class StreamedAnswer(Answer):
     def __init__(
         self,
         choices: Sequence[ChoiceState],
-        prompt_tokens: int,
+        usage: Usage,
         ended: Callable[[], None],
         encoder: StreamEncoder,
         sink: Sink,
         stalled: Callable[[bool], None],
+        counted: Iterable[int] = (),
     ) -> None:
-        super().__init__(choices, prompt_tokens, ended)
+        super().__init__(choices, usage, ended, counted)
         self._encoder = encoder
         self._sink = sink
         self._stalled = stalled

@@ -7,7 +7,6 @@ The chat template runs in a jinja2 sandbox set up as transformers does it: `trim
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -55,6 +54,16 @@ def _template(folder: Path) -> str | None:
     return value if isinstance(value, str) else None
 
 
+def generation_config(path: str | Path) -> dict[str, Any]:
+    """`generation_config.json` of the folder: EOS ids and sampling defaults. Empty where there is none."""
+    folder = Path(path)
+    file = (folder.parent if folder.is_file() else folder) / "generation_config.json"
+    value: Any = json.loads(file.read_text()) if file.is_file() else {}
+    if not isinstance(value, dict):
+        raise ValueError(f"{file} must hold a JSON object")
+    return value
+
+
 class FolderTokenizer:
     """A `tokenizers.Tokenizer` behind the `Tokenizer` protocol. Immutable after construction."""
 
@@ -64,11 +73,10 @@ class FolderTokenizer:
         self._names = {name: _content(config.get(name)) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
         self.vocab_size: int = inner.get_vocab_size(with_added_tokens=True)
         self.eos_token_id = self._eos()
-        self.plain_text = _plain_texts(inner, self.vocab_size)
-
-    @cached_property
-    def oracle_token_ids(self) -> Sequence[Sequence[int]]:
-        return tuple(tuple(self.encode(f" {word}", add_special_tokens=False)) for word in WORDS)
+        self.plain_text: Sequence[str | None] = _plain_texts(inner, self.vocab_size)
+        self.oracle_token_ids: Sequence[Sequence[int]] = [
+            tuple(ids.ids) for ids in inner.encode_batch([f" {word}" for word in WORDS], add_special_tokens=False)
+        ]
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         ids: list[int] = self._inner.encode(text, add_special_tokens=add_special_tokens).ids

@@ -6,7 +6,6 @@ A change at run time (an adapter loaded) makes a new value with `dataclasses.rep
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from hashlib import blake2b
 from typing import Any
 
@@ -88,6 +87,17 @@ def _digest(env: ServerEnv) -> str:
     return blake2b(repr((told, flags)).encode(), digest_size=4).hexdigest()
 
 
-@lru_cache(maxsize=8)
 def longest_token_chars(tokenizer: Tokenizer) -> int:
+    """The length of the longest vocabulary entry; kept per tokenizer object."""
+    known = _LONGEST.get(id(tokenizer))
+    if known is None or known[0] is not tokenizer:
+        _LONGEST.clear()
+        known = _LONGEST[id(tokenizer)] = (tokenizer, _longest(tokenizer))
+    return known[1]
+
+
+_LONGEST: dict[int, tuple[Tokenizer, int]] = {}
+
+
+def _longest(tokenizer: Tokenizer) -> int:
     return max(len(tokenizer.token_string(token)) for token in range(tokenizer.vocab_size))

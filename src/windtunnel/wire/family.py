@@ -56,6 +56,12 @@ class Usage:
     kv_transfer: Mapping[str, Any] | None = None
     """What the KV connector returned for the request."""
 
+    def count_cached(self, tokens: int) -> None:
+        """Prompt tokens of one prompt that came from the prefix cache, and so were not written into it."""
+        self.cached_tokens += tokens
+        if self.created_cache_tokens is not None:
+            self.created_cache_tokens = max(0, self.created_cache_tokens - tokens)
+
 
 @dataclass(frozen=True, slots=True)
 class ChoiceResult:
@@ -144,6 +150,10 @@ class Generation:
     late_error: WireError | None = None
     answer_text: str | None = None
     """What the answer must say (structured outputs, tool calls); None: the server's generation mode decides."""
+    recorded: Sequence[Sequence[int] | None] | None = None
+    """Recorded token ids of each choice (`wire.recorded`); None where nothing is recorded."""
+    recorded_cached_tokens: int | None = None
+    """What `usage` says of the prefix cache, when the recording fixes it."""
     kv_transfer: Mapping[str, Any] | None = None
     bootstrap: Sequence[tuple[str, int | None, int]] | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)

@@ -94,7 +94,8 @@ def validation_error(lines: Sequence[Mapping[str, Any]]) -> WireError:
 
 
 def _line(entry: Mapping[str, Any], value: Any) -> dict[str, Any]:
-    line = {"type": entry["type"], "loc": location(entry["loc"], value), "msg": entry["msg"], "input": shortened(entry["input"])}
+    line = {"type": entry["type"], "loc": location(entry["loc"], value), "msg": entry["msg"]}
+    line["input"] = shortened(entry["input"])
     if entry.get("ctx"):
         line["ctx"] = dict(entry["ctx"])
     return line

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from windtunnel.wire import http
 from windtunnel.wire.env import ServerEnv
@@ -35,7 +35,7 @@ class ChatCompletionRequest(fields.OpenModel):
     presence_penalty: float | None = None
     response_format: fields.AnyResponseFormat | None = None
     seed: Int64 | None = None
-    stop: str | StopList | None = []
+    stop: str | StopList | None = None
     stream: bool | None = False
     stream_options: fields.StreamOptions | None = None
     temperature: float | None = None
@@ -53,7 +53,7 @@ class ChatCompletionRequest(fields.OpenModel):
     repetition_penalty: float | None = None
     watermarking: bool | None = None
     length_penalty: float = 1.0
-    stop_token_ids: list[int] | None = []
+    stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     min_tokens: int = 0
@@ -64,7 +64,7 @@ class ChatCompletionRequest(fields.OpenModel):
     prompt_logprobs: int | None = None
     logprob_token_ids: list[int] | None = None
     allowed_token_ids: list[int] | None = None
-    bad_words: list[str] = []
+    bad_words: list[str] = Field(default_factory=list)
     echo: bool = False
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -118,7 +118,7 @@ def _check_logprobs(data: Mapping[str, Any]) -> None:
     if top < -1:
         raise http.parameter_error("`top_logprobs` must be a positive value or -1", "top_logprobs", top)
     if top != 0 and not data.get("logprobs"):
-        raise http.parameter_error("`top_logprobs` needs `logprobs` set to true", "top_logprobs")
+        raise http.parameter_error("`top_logprobs` needs `logprobs`, which must be set to true", "top_logprobs")
 
 
 def _check_template_flags(data: Mapping[str, Any]) -> None:
@@ -133,7 +133,7 @@ def _check_tools(data: Mapping[str, Any]) -> None:
     if choice is None or choice == "none":
         return
     if tools is None:
-        raise http.parameter_error("`tool_choice` can only be used when `tools` is set", "tool_choice")
+        raise http.parameter_error("For `tool_choice` the `tools` must be set", "tool_choice")
     if isinstance(choice, Mapping):
         _check_named_tool(choice, tools)
     elif choice not in ("auto", "required"):
@@ -309,8 +309,10 @@ def _template_text(conversation: list[dict[str, Any]], request: Any, env: Server
 
 
 def _tool_value(tool: Any) -> dict[str, Any]:
+    """A tool as the template sees it: an absent description is null, the members that vLLM added are left out."""
     value: dict[str, Any] = tool.model_dump(exclude_none=True)
-    return value
+    function = {"name": None, "description": None, "parameters": None} | value["function"]
+    return value | {"function": function}
 
 
 def chat_sampling(request: Any, env: ServerEnv, prompt_tokens: int) -> sampling.Sampling:
@@ -342,6 +344,8 @@ def make_spec(
     id_base: str,
     messages: list[dict[str, Any]],
     tools: str | None,
+    *,
+    bare_usage: bool = False,
 ) -> ChatSpec:
     options, forced = getattr(request, "stream_options", None), env.enable_force_include_usage
     as_ids = request.return_tokens_as_token_ids
@@ -367,7 +371,7 @@ def make_spec(
         parallel_tool_calls=getattr(request, "parallel_tool_calls", True) is not False,
         reasoning=env.reasoning_parser is not None and thinking is not False,
         include_reasoning=request.include_reasoning,
-        bare_usage=sampled.beam,
+        bare_usage=bare_usage or sampled.beam,
     )
 
 
@@ -424,8 +428,8 @@ class ChatEncoder:
         self._roles_sent = True
         spec = self._spec
         prompt = spec.prompts[0]
-        after = {"prompt_token_ids": list(prompt.token_ids) if spec.token_ids else None}
-        after |= {"prompt_text": _prompt_text(prompt, spec)}
+        after: dict[str, Any] = {"prompt_token_ids": list(prompt.token_ids) if spec.token_ids else None}
+        after["prompt_text"] = _prompt_text(prompt, spec)
         first = [self._bare_chunk(index, {"role": spec.role, "content": ""}, after) for index in range(spec.n)]
         if spec.echo_text:
             first += [self._bare_chunk(index, {"content": spec.echo_text}, {}) for index in range(spec.n)]

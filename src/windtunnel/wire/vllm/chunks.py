@@ -1,7 +1,7 @@
 """Pieces that completions and chat bodies share: usage objects, logprob lists, prompt logprobs."""
 
 from collections.abc import Mapping, Sequence
-from json.encoder import encode_basestring  # type: ignore[attr-defined]
+from json.encoder import encode_basestring
 from typing import Any
 
 from windtunnel.core.tokenizer import Tokenizer
@@ -16,8 +16,7 @@ LOGPROB_FLOOR = -9999.0
 
 def json_text(text: str) -> bytes:
     """A JSON string in UTF-8; what is no Unicode becomes U+FFFD's ASCII stand-in."""
-    encoded: str = encode_basestring(text)
-    return encoded.encode("utf-8", "replace")
+    return encode_basestring(text).encode("utf-8", "replace")
 
 
 def frame(value: Mapping[str, Any]) -> bytes:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from windtunnel.wire import http
 from windtunnel.wire.env import ServerEnv
@@ -31,7 +31,7 @@ class CompletionRequest(fields.OpenModel):
     n: int = 1
     presence_penalty: float | None = None
     seed: Int64 | None = None
-    stop: str | StopList | None = []
+    stop: str | StopList | None = None
     stream: bool | None = False
     stream_options: fields.StreamOptions | None = None
     suffix: str | None = None
@@ -44,7 +44,7 @@ class CompletionRequest(fields.OpenModel):
     repetition_penalty: float | None = None
     watermarking: bool | None = None
     length_penalty: float = 1.0
-    stop_token_ids: list[int] | None = []
+    stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     min_tokens: int = 0
@@ -55,7 +55,7 @@ class CompletionRequest(fields.OpenModel):
     allowed_token_ids: list[int] | None = None
     prompt_logprobs: int | None = None
     logprob_token_ids: list[int] | None = None
-    bad_words: list[str] = []
+    bad_words: list[str] = Field(default_factory=list)
     prompt_embeds: str | list[str] | None = None
     add_special_tokens: bool = True
     response_format: fields.AnyResponseFormat | None = None
@@ -191,14 +191,9 @@ def check_cache_salt(salt: str | None, env: ServerEnv) -> None:
 
 
 def _prompts(request: CompletionRequest, env: ServerEnv) -> tuple[PromptPlan, ...]:
-    prompt = request.prompt
-    given: list[str | list[int]]
-    if isinstance(prompt, str):
-        given = [prompt]
-    elif prompt and isinstance(prompt[0], int):
-        given = [prompt]  # type: ignore[list-item]
-    else:
-        given = list(prompt or ())  # type: ignore[arg-type]
+    prompt: Any = request.prompt
+    single = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
+    given = [prompt] if single else list(prompt or ())
     if not given:
         raise WireError("You must pass at least one prompt")
     if len(given) > prompts.MAX_PROMPTS:
@@ -244,13 +239,17 @@ def _spec(
         logprobs=sampled.logprobs,
         prompt_logprobs=sampled.prompt_logprobs,
         token_ids=bool(request.return_token_ids),
-        as_ids=env.return_tokens_as_token_ids if request.return_tokens_as_token_ids is None else request.return_tokens_as_token_ids,
+        as_ids=_or_default(request.return_tokens_as_token_ids, env.return_tokens_as_token_ids),
         include_usage=forced or bool(options and options.include_usage),
         continuous_usage=forced or bool(options and options.include_usage and options.continuous_usage_stats),
         n=sampled.n,
         prompts=planned,
         beam=sampled.beam,
     )
+
+
+def _or_default(value: bool | None, default: bool) -> bool:
+    return default if value is None else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,9 +368,8 @@ def _chunk_head(spec: CompletionSpec) -> bytes:
 
 
 def _plain_tail(spec: CompletionSpec) -> bytes:
-    told: dict[str, Any] = {"logprobs": None, "finish_reason": None, "stop_reason": None, "prompt_token_ids": None, "token_ids": None}
-    if spec.env.profile.weight_versions:
-        told["weight_versions"] = None
+    names = ["logprobs", "finish_reason", "stop_reason", "prompt_token_ids", "token_ids"]
+    told = dict.fromkeys(names) | chunks.weight_versions(spec.env)
     after = b',"kv_transfer_params":null' if spec.env.profile.stream_kv_transfer else b""
     return b",%b]%b}\n\n" % (http.dumps(told)[1:], after)
 

@@ -3,10 +3,11 @@
 Class names are vLLM's and OpenAI's, because the validation lines name them.
 """
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, Literal, Required
+from typing import Any, Literal, Required
 
-from pydantic import BaseModel, ConfigDict, with_config
+from pydantic import BaseModel, ConfigDict, Field, with_config
 from typing_extensions import TypedDict
 
 from windtunnel.wire.family import WireError
@@ -232,7 +233,7 @@ class Message(BaseModel):
     """The last member of the union: a Harmony message. Accepted and read as a plain one."""
 
     author: Author
-    content: list[Any] = []
+    content: list[Any] = Field(default_factory=list)
     channel: str | None = None
     recipient: str | None = None
     content_type: str | None = None
@@ -249,7 +250,6 @@ ChatMessage = (
     | Message
 )
 MessageList = list[ChatMessage]
-NonEmptyMessages = Annotated[list[ChatMessage], "at least one"]
 
 
 class FunctionDefinition(OpenModel):
@@ -320,10 +320,8 @@ def _tool_calls(calls: Any) -> list[dict[str, Any]]:
 
 def _parsed(function: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments as an object where they are one; anything else becomes an empty object, as vLLM's hermes path shows it."""
-    from json import loads
-
     try:
-        value = loads(function.get("arguments") or "{}")
+        value = json.loads(function.get("arguments") or "{}")
     except ValueError:
         value = {}
     return dict(function) | {"arguments": value}

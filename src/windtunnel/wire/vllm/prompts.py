@@ -9,7 +9,9 @@ from windtunnel.wire.http import parameter_error
 MAX_PROMPTS = 1024
 
 
-def from_text(text: str, env: ServerEnv, *, add_special_tokens: bool, keep: int | None = None, side: str | None = None) -> PromptPlan:
+def from_text(
+    text: str, env: ServerEnv, *, add_special_tokens: bool, keep: int | None = None, side: str | None = None
+) -> PromptPlan:
     """Tokenise and check one text. `keep` is `truncate_prompt_tokens`, `side` the end that is cut off."""
     check_encodable(text)
     if keep is None and len(text) > env.max_prompt_chars:
@@ -44,7 +46,7 @@ def _truncated(token_ids: Sequence[int], env: ServerEnv, keep: int | None, side:
         return token_ids
     limit = env.max_model_len if keep == -1 else keep
     if limit > env.max_model_len:
-        told = f"truncate_prompt_tokens={limit} is more than max_model_len={env.max_model_len} allows; request a smaller truncation"
+        told = f"truncate_prompt_tokens={limit} is more than max_model_len={env.max_model_len} allows; ask for fewer"
         raise parameter_error(told, "truncate_prompt_tokens", limit)
     if len(token_ids) <= limit:
         return token_ids
@@ -64,8 +66,9 @@ def _checked(token_ids: Sequence[int], text: str | None, env: ServerEnv, *, exac
 
 
 def _too_many_characters(count: int, env: ServerEnv) -> WireError:
+    limit = env.max_model_len
     told = (
-        f"This model's maximum context length is {env.max_model_len} tokens. Your prompt has {count} characters, and no text of "
-        f"more than {env.max_prompt_chars} characters fits into {env.max_model_len} input tokens; shorten the prompt."
+        f"This model's maximum context length is {limit} tokens. Your prompt has {count} characters, and no text of more "
+        f"than {env.max_prompt_chars} characters fits into {limit} input tokens; shorten the prompt."
     )
     return parameter_error(told, "input_text", count)

@@ -57,7 +57,9 @@ class Sampling:
         return self.temperature < GREEDY_BELOW
 
 
-def from_request(request: Any, env: ServerEnv, *, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None) -> Sampling:
+def from_request(
+    request: Any, env: ServerEnv, *, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None
+) -> Sampling:
     """The sampling fields of a completions or chat request model."""
     stop = request.stop
     return Sampling(

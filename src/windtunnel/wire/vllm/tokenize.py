@@ -46,7 +46,8 @@ class DetokenizeRequest(fields.OpenModel):
     tokens: list[Annotated[int, Field(ge=0, le=fields.INT64_MAX)]]
 
 
-_REQUEST: TypeAdapter[TokenizeCompletionRequest | TokenizeChatRequest] = TypeAdapter(TokenizeCompletionRequest | TokenizeChatRequest)
+TokenizeRequest = TokenizeCompletionRequest | TokenizeChatRequest
+_REQUEST: TypeAdapter[TokenizeRequest] = TypeAdapter(TokenizeRequest)
 
 
 def tokenize(body: bytes, headers: Mapping[str, str], env: ServerEnv) -> bytes:
@@ -60,7 +61,7 @@ def tokenize(body: bytes, headers: Mapping[str, str], env: ServerEnv) -> bytes:
     return http.dumps({"count": len(tokens), "max_model_len": env.max_model_len, "tokens": tokens, "token_strs": strings})
 
 
-def _text(request: TokenizeCompletionRequest | TokenizeChatRequest, env: ServerEnv) -> tuple[str, bool]:
+def _text(request: TokenizeRequest, env: ServerEnv) -> tuple[str, bool]:
     if isinstance(request, TokenizeCompletionRequest):
         return request.prompt, request.add_special_tokens
     chat.check_trust(request, env)

@@ -1,0 +1,1 @@
+"""Replay of recorded vLLM cases against the simulator, and an honest count of what matches."""
