@@ -7,10 +7,14 @@ from typing import Any
 from tests.conformance.cases import Case
 from tests.conformance.compare import frames
 from tests.conformance.segment import Piece, Vocabulary
+from tests.conformance.translate import as_chat, request_of
 from windtunnel.core.tokenizer import Tokenizer
 from windtunnel.wire.recorded import body_hash
 
-_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/invocations")
+_PATHS = (
+    "/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/invocations", "/v1/responses", "/v1/messages",
+    "/inference/v1/generate",
+)
 
 
 def lines(cases: Iterable[Case], tokenizer: Tokenizer) -> list[dict[str, Any]]:
@@ -26,7 +30,8 @@ def line(case: Case, vocabulary: Vocabulary) -> dict[str, Any] | None:
     digest = body_hash(case.json_body)
     if digest is None:
         return None
-    request = json.loads(case.json_body)
+    request = request_of(json.loads(case.json_body))
+    case = as_chat(case)
     choices, usage = _stream(case) if case.expected.is_stream else _body(case)
     if not choices:
         return None
@@ -78,7 +83,7 @@ def _stream(case: Case) -> tuple[list[dict[str, Any]], Mapping[str, Any] | None]
         for choice in value.get("choices", ()):
             by_index.setdefault(choice["index"], []).append(choice)
     usage = values[-1].get("usage") if values and not values[-1].get("choices") else None
-    hold = _hold(json.loads(case.json_body))
+    hold = _hold(request_of(json.loads(case.json_body)))
     return [_streamed_choice(by_index[index], hold) for index in sorted(by_index)], usage
 
 

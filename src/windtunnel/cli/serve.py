@@ -37,6 +37,8 @@ def _environment_flags() -> list[str]:
     flags = []
     if os.environ.get("VLLM_SERVER_DEV_MODE") == "1":
         flags.append("--dev-mode")
+    if os.environ.get("VLLM_ENABLE_RESPONSES_API_STORE") == "1":
+        flags.append("--enable-responses-store")
     if os.environ.get("VLLM_API_KEY"):
         flags += ["--api-key", os.environ["VLLM_API_KEY"]]
     return flags

@@ -13,10 +13,11 @@ from windtunnel.serve import operations
 from windtunnel.serve.asgi import Endpoint, Receive, Scope, Send, send_bytes
 from windtunnel.serve.generate import GenerateRoute
 from windtunnel.serve.middleware import ApiKeys, HttpMetrics, RequestIds
+from windtunnel.serve.responses import ResponsesRoute
 from windtunnel.serve.state import Server
 from windtunnel.wire.family import Family, WireError
 from windtunnel.wire.http import DETAIL, error_body
-from windtunnel.wire.vllm import families
+from windtunnel.wire.vllm import families, responses
 
 HANDLER = "windtunnel.handler"
 
@@ -50,7 +51,7 @@ def build(server: Server) -> Any:
     """The application of a vLLM server."""
     config = server.config
     generating: Sequence[Family] = families()
-    routes = [ExactRoute(path, GenerateRoute(server, family), ["POST"]) for family in generating for path in family.paths]
+    routes = [ExactRoute(path, _generating(server, family), ["POST"]) for family in generating for path in family.paths]
     routes += [ExactRoute(path, endpoint, methods) for path, methods, endpoint in operations.table(server)]
     middleware = [
         Middleware(HttpMetrics, metrics=server.metrics),
@@ -60,6 +61,10 @@ def build(server: Server) -> Any:
     ]
     app = Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: _http_error, Exception: _crash})
     return server.seams.wrap_app(app)
+
+
+def _generating(server: Server, family: Family) -> GenerateRoute:
+    return ResponsesRoute(server) if family is responses else GenerateRoute(server, family)
 
 
 class _Answer:

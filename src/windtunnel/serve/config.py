@@ -6,6 +6,8 @@ from typing import Any, Literal
 from windtunnel.core.units import MS, S
 
 Engine = Literal["vllm", "sglang"]
+Runner = Literal["generate", "pooling"]
+Convert = Literal["embed", "classify"]
 
 
 class UsageError(ValueError):
@@ -71,6 +73,7 @@ class ServerLimits:
     write_deadline_ns: int = 60 * S
     open_answers: int = 65536
     history: int = 1000
+    stored_responses: int = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +93,11 @@ class ServeConfig:
     allowed_origins: tuple[str, ...] = ()
     dev_mode: bool = False
     enable_server_load_tracking: bool = False
+    enable_responses_store: bool = False
+    enable_scale_out: bool = False
+    disable_fastapi_docs: bool = False
+    runner: Runner = "generate"
+    convert: Convert | None = None
     enable_prompt_tokens_details: bool = False
     enable_per_request_metrics: bool = False
     enable_force_include_usage: bool = False

@@ -6,10 +6,12 @@ from windtunnel.core.words import WORDS
 from windtunnel.serve.asgi import ClientGone, Endpoint, Receive, Scope, Send, headers_of, send_bytes
 from windtunnel.serve.clock import now_ns
 from windtunnel.serve.config import UsageError
+from windtunnel.serve.responses import CancelRoute, RetrieveRoute
 from windtunnel.serve.state import Server
 from windtunnel.wire.family import WireError
 from windtunnel.wire.http import dumps, error_body, parse_json, read_json
 from windtunnel.wire.metrics import CONTENT_TYPE, render
+from windtunnel.wire.vllm import messages
 from windtunnel.wire.vllm.models import models_body, version_body
 from windtunnel.wire.vllm.tokenize import detokenize, tokenize
 
@@ -55,6 +57,8 @@ def table(server: Server) -> list[Row]:
         (path, methods, Simple(server, handle, reads_body="POST" in methods)) for path, methods, handle in rows
     ]
     endpoints.append(("/metrics", None, MetricsPage(server)))
+    endpoints.append(("/v1/responses/{response_id}", ["GET"], RetrieveRoute(server)))
+    endpoints.append(("/v1/responses/{response_id}/cancel", ["POST"], CancelRoute(server)))
     return endpoints
 
 
@@ -81,6 +85,10 @@ def _tokenize(server: Server, body: bytes, scope: Scope) -> tuple[int, bytes]:
 
 def _detokenize(server: Server, body: bytes, scope: Scope) -> tuple[int, bytes]:
     return 200, detokenize(body, headers_of(scope), server.env)
+
+
+def _count_tokens(server: Server, body: bytes, scope: Scope) -> tuple[int, bytes]:
+    return messages.count_tokens(body, headers_of(scope), server.env)
 
 
 def _get_config(server: Server, _body: bytes, _scope: Scope) -> tuple[int, bytes]:
@@ -142,6 +150,7 @@ _ALWAYS: tuple[tuple[str, Sequence[str], Handler], ...] = (
     ("/v1/models", ["GET"], _models),
     ("/tokenize", ["POST"], _tokenize),
     ("/detokenize", ["POST"], _detokenize),
+    ("/v1/messages/count_tokens", ["POST"], _count_tokens),
     ("/admin/config", ["GET"], _get_config),
     ("/admin/config", ["POST"], _post_config),
     ("/debug/requests", ["GET"], _debug_requests),

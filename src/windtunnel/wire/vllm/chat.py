@@ -397,7 +397,7 @@ class ChatEncoder:
         self._plain = not (parsed or spec.token_ids or spec.continuous_usage or spec.top_logprobs is not None)
         self._counts = [0] * spec.n
         self._called = [False] * spec.n
-        self._reasoned = [_ReasoningCount(spec) for _ in range(spec.n)] if spec.env.reasoning_parser else []
+        self._reasoned = [ReasoningCount(spec) for _ in range(spec.n)] if spec.env.reasoning_parser else []
         self._roles_sent = False
 
     def delta(self, delta: Delta, usage: Usage) -> bytes:
@@ -504,7 +504,7 @@ class ChatEncoder:
         return b"%b%b\n\n" % (self._top, http.dumps(told)[1:])
 
 
-class _ReasoningCount:
+class ReasoningCount:
     """Counts the reasoning tokens of one choice as they come."""
 
     __slots__ = ("_done", "_end", "_eos", "_start", "total")
@@ -569,7 +569,7 @@ def body(generation: Generation, choices: Sequence[ChoiceResult], usage: Usage) 
 def _completion_details(spec: ChatSpec, choices: Sequence[ChoiceResult]) -> dict[str, Any] | None:
     if spec.env.reasoning_parser is None:
         return None
-    counters = [_ReasoningCount(spec) for _ in choices]
+    counters = [ReasoningCount(spec) for _ in choices]
     for counter, choice in zip(counters, choices, strict=True):
         counter.add(choice.token_ids)
     return {"reasoning_tokens": sum(counter.total for counter in counters)}
