@@ -1,7 +1,7 @@
 """`/v1/chat/completions` (vLLM reference §2.3, §2.4, §3.2)."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
@@ -222,6 +222,8 @@ def plan_request(request: ChatCompletionRequest, headers: Mapping[str, str], env
     check_cache_salt(request.cache_salt, env)
     messages, planned = render(request.messages, request, env)
     sampled = chat_sampling(request, env, len(planned.token_ids))
+    if tools is not None or env.reasoning_parser is not None:
+        sampled = replace(sampled, skip_special_tokens=False)  # the parsers need their tags, as vLLM's own do
     sampling.check_ranges(sampled, env)
     answer = wanted_answer(request, tools, planned, env)
     routing = Routing.read(request, headers, env)
