@@ -94,13 +94,16 @@ def drain(sockets: Sequence[socket.socket], until: bytes) -> Iterator[tuple[int,
         selector.register(one, selectors.EVENT_READ, number)
         tails[number] = b""
     while tails:
-        for key, _ in selector.select(timeout=30):
+        ready = selector.select(timeout=30)
+        if not ready:
+            raise TimeoutError(f"{len(tails)} sockets have been silent for 30 s")
+        for key, _ in ready:
             number = key.data
             data = key.fileobj.recv(_RECV_BYTES)  # type: ignore[union-attr]
             yield number, time.perf_counter(), data
-            tail = (tails[number] + data)[-64:]
-            tails[number] = tail
-            if until in tail or not data:
+            seen = tails[number] + data
+            tails[number] = seen[-len(until) :]
+            if until in seen or not data:
                 selector.unregister(key.fileobj)
                 del tails[number]
 

@@ -112,7 +112,9 @@ def split_answer(data: bytes, *, head_only: bool, closed: bool) -> tuple[Answer 
         return None, data
     lines = head.decode("latin-1").split("\r\n")
     status = int(lines[0].split(" ")[1])
-    headers = tuple((name.strip().lower(), value.strip()) for name, _colon, value in (line.partition(":") for line in lines[1:]))
+    headers = tuple(
+        (name.strip().lower(), value.strip()) for name, _colon, value in (line.partition(":") for line in lines[1:])
+    )
     fields = dict(headers)
     if head_only or status in (204, 304) or status < 200:
         return Answer(status, headers, b""), rest
@@ -127,7 +129,7 @@ def split_answer(data: bytes, *, head_only: bool, closed: bool) -> tuple[Answer 
 
 def _chunks(data: bytes) -> tuple[bytes, bytes, bool]:
     """De-chunked body, the bytes behind it, and whether the last chunk was there."""
-    out = []
+    out: list[bytes] = []
     while True:
         line, newline, rest = data.partition(b"\r\n")
         if not newline:

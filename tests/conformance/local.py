@@ -11,10 +11,12 @@ from windtunnel.wire.env import ServerEnv, counting_ids
 from windtunnel.wire.family import Delta, Generation, Usage, WireError
 from windtunnel.wire.output import ChoiceState
 from windtunnel.wire.recorded import Playback, RecordedPlayer
-from windtunnel.wire.vllm import chat, chat_batch, completions, models, tokenize
+from windtunnel.wire.vllm import chat, chat_batch, completions, invocations, models, tokenize
 
 BLOCK_SIZE = 32
-FAMILIES: Mapping[str, ModuleType] = {path: family for family in (completions, chat, chat_batch) for path in family.paths}
+FAMILIES: Mapping[str, ModuleType] = {
+    path: family for family in (completions, chat, chat_batch, invocations) for path in family.paths
+}
 _VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "variant_b": {
         "served_models": ("tiny-llama", "tiny-alias"),

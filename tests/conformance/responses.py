@@ -1,16 +1,20 @@
 """From recorded answers to a responses file (`windtunnel.wire.recorded`), so that the simulator says what the model said."""
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from tests.conformance.cases import Case
 from tests.conformance.compare import frames
+from tests.conformance.exchange import split_answers
 from tests.conformance.segment import Piece, Vocabulary
 from tests.conformance.translate import as_chat, request_of
 from windtunnel.core.tokenizer import Tokenizer
 from windtunnel.wire.recorded import body_hash
 
+_LENGTH = re.compile(r"content-length: (\d+)", re.IGNORECASE)
 _PATHS = (
     "/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/invocations", "/v1/responses", "/v1/messages",
     "/inference/v1/generate",
@@ -20,8 +24,31 @@ _PATHS = (
 def lines(cases: Iterable[Case], tokenizer: Tokenizer) -> list[dict[str, Any]]:
     """One line for each case whose answer holds generated text."""
     vocabulary = Vocabulary(tokenizer)
-    made = [line(case, vocabulary) for case in cases]
+    made = [line(one, vocabulary) for case in cases for one in plain(case)]
     return [one for one in made if one is not None]
+
+
+def plain(case: Case) -> list[Case]:
+    """A verbatim case as the ordinary exchanges in it; any other case as it is."""
+    if case.raw is None:
+        return [case]
+    requests = requests_in("".join(case.raw["request"]["sent_raw"]))
+    answers = [answer for answer in split_answers(case.raw["response"]["raw"].encode()) if answer.status >= 200]
+    pairs = zip(requests, answers, strict=False)
+    return [replace(case, raw=None, path=path, body=body.encode(), expected=answer) for (path, body), answer in pairs]
+
+
+def requests_in(text: str) -> list[tuple[str, str]]:
+    """Path and body of each request in verbatim bytes."""
+    out = []
+    while "\r\n\r\n" in text:
+        head, _blank, text = text.partition("\r\n\r\n")
+        size = _LENGTH.search(head)
+        length = int(size.group(1)) if size else 0
+        words = head.split(" ", 2)
+        out.append((words[1] if len(words) > 1 else "", text[:length]))
+        text = text[length:]
+    return out
 
 
 def line(case: Case, vocabulary: Vocabulary) -> dict[str, Any] | None:
@@ -152,7 +179,9 @@ def _closed(pieces: list[Piece]) -> list[Piece]:
     return out
 
 
-def _counts(choices: Sequence[Mapping[str, Any]], usage: Mapping[str, Any] | None, request: Mapping[str, Any]) -> list[int | None]:
+def _counts(
+    choices: Sequence[Mapping[str, Any]], usage: Mapping[str, Any] | None, request: Mapping[str, Any]
+) -> list[int | None]:
     """Completion tokens of each choice, where they can be known."""
     total = (usage or {}).get("completion_tokens")
     if len(choices) == 1 and total is not None:

@@ -7,9 +7,11 @@ and as small as possible; the finding it must raise is the table `DEFECTS`.
 import argparse
 import asyncio
 import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from windtunnel.core import oracle
 
@@ -39,6 +41,8 @@ class FakeServer:
 
     defects: frozenset[str] = frozenset()
     itl_s: float = 0.002
+    spread_s: float = 0.0
+    """So much slower is each stream than the one before."""
     running: int = 0
     waiting: int = 0
     kv: float = 0.0
@@ -87,7 +91,9 @@ class FakeServer:
             "/metrics": self.metrics,
             "/v1/models": lambda: json.dumps({"data": [{"id": "fake"}]}),
         }
-        if path in plain:
+        if path == "/metrics" and "no-metrics" in self.defects:
+            await answer(writer, 404, "")
+        elif path in plain:
             status = 500 if path == "/metrics" and self.harms("bystander-500") else 200
             await answer(writer, 404 if path == "/metrics" and self.harms("wrong-status-valid-body") else status, plain[path]())
         else:
@@ -121,7 +127,8 @@ class FakeServer:
         words = self.words(identity, int(str(ask["max_tokens"])))
         self.running += 1
         self.stale = 0
-        working = asyncio.ensure_future(self.stream(words, chat, writer) if ask["stream"] else self.whole(words, writer))
+        itl_s = self.itl_s + self.spread_s * len(self.identities)
+        working = asyncio.ensure_future(self.stream(words, chat, itl_s, writer) if ask["stream"] else self.whole(words, writer))
         gone = asyncio.ensure_future(reader.read())
         await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
         if working.done() and not working.exception():
@@ -157,13 +164,13 @@ class FakeServer:
         choice = {"index": 0, "text": "".join(f" {word}" for word in words), "finish_reason": "length"}
         await answer(writer, 200, json.dumps({"choices": [choice]}))
 
-    async def stream(self, words: list[str], chat: bool, writer: asyncio.StreamWriter) -> None:
+    async def stream(self, words: list[str], chat: bool, itl_s: float, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
         if self.has("hidden-error"):
             chunk(writer, json.dumps({"error": {"message": "engine says no", "code": 500}}))
             words = []
         for at, word in enumerate(words):
-            await asyncio.sleep(self.itl_s)
+            await asyncio.sleep(itl_s)
             self.generated += 1
             if at == 3 and self.has("cut"):
                 writer.transport.abort()
@@ -193,6 +200,8 @@ async def answer(writer: asyncio.StreamWriter, status: int, body: str) -> None:
 async def main(arguments: argparse.Namespace) -> None:
     server = FakeServer(frozenset(arguments.defect), arguments.itl_ms / 1e3)
     await server.start(arguments.port)
+    if arguments.pids:
+        (arguments.pids / str(os.getpid())).touch()
     for _ in range(arguments.races):
         print("WARNING: DATA RACE", file=sys.stderr, flush=True)
     await asyncio.Event().wait()
@@ -204,4 +213,5 @@ if __name__ == "__main__":
     parser.add_argument("--defect", action="append", default=[], choices=sorted(DEFECTS))
     parser.add_argument("--itl-ms", type=float, default=2.0)
     parser.add_argument("--races", type=int, default=0)
+    parser.add_argument("--pids", type=Path, help="a folder in which this process leaves its id as a file name")
     asyncio.run(main(parser.parse_args()))

@@ -105,7 +105,9 @@ def _schema_of(value: Any) -> dict[str, Any]:
     return {"type": "number", "minimum": value, "maximum": value + 1}
 
 
-VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3), max_leaves=12)
+VALUES = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3), max_leaves=12
+)
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)

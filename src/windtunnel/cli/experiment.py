@@ -40,10 +40,10 @@ def show(name: Annotated[str, typer.Argument(help="A built-in experiment")]) -> 
 @experiments.command("run")
 def run(
     name: Annotated[str, typer.Argument(help="A built-in experiment or a TOML file")],
-    trials: Annotated[int | None, typer.Option(min=1, max=1_000, help="Trials of each arm; default: as the file says")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of prompts and of the order of arms; default: as the file says")] = None,
+    trials: Annotated[int | None, typer.Option(min=1, max=1_000, help="Trials of each arm; default: the file's")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of prompts and of the arms' order; default: the file's")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout")] = False,
-    out: Annotated[Path | None, typer.Option(help="Folder for result.json, report.html, junit.xml and the servers' logs")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for result, report, JUnit file and server logs")] = None,
     control_cmd: Annotated[str | None, typer.Option(help="Command of the control arm, with {port}")] = None,
     treatment_cmd: Annotated[str | None, typer.Option(help="Command of the treatment arm, with {port}")] = None,
     ready_url: Annotated[str | None, typer.Option(help="Answers 200 when a server is ready, with {port}")] = None,

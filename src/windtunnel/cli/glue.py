@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import typer
 
+from windtunnel.cli.exits import USAGE
+
 if TYPE_CHECKING:
     import asyncio
 
@@ -15,7 +17,7 @@ Result = TypeVar("Result")
 def fail(message: str) -> NoReturn:
     """A usage or environment error: the message on stderr, exit code 2."""
     print(f"windtunnel: {message}", file=sys.stderr)
-    raise typer.Exit(2)
+    raise typer.Exit(USAGE)
 
 
 def run_stoppable(work: "Callable[[asyncio.Event], Awaitable[Result]]") -> Result:

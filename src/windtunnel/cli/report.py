@@ -10,7 +10,7 @@ def register(app: typer.Typer) -> None:
     app.command("report")(report)
 
 
-def report(folder: Annotated[Path, typer.Argument(help="A folder with result.json, as experiment run --out writes it")]) -> None:
+def report(folder: Annotated[Path, typer.Argument(help="A folder that experiment run --out has written")]) -> None:
     """Write report.html and junit.xml from result.json."""
     import json
 

@@ -4,6 +4,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from windtunnel.cli.exits import FINDING, INCONCLUSIVE, OK
+
 if TYPE_CHECKING:
     from windtunnel.lab.plan import StormPlan
     from windtunnel.lab.record import StormResult
@@ -45,7 +47,7 @@ def storm(
 ) -> None:
     """Blow at a server: clients leave, others stay; then say whether anything leaked, hung or was harmed.
 
-    Exit codes: 0 clean, 1 a finding, 2 usage or environment, 3 inconclusive (interrupted).
+    Exit codes: 0 clean, 1 a finding, 2 usage or environment, 3 inconclusive (interrupted, or no client left).
     """
     from windtunnel.cli.glue import fail, run_stoppable
     from windtunnel.core.units import parse_duration_ns
@@ -82,10 +84,12 @@ def storm(
         result = run_stoppable(lambda stop: _run(target, plan, stop))
     except (ValueError, TargetError, Environment) as error:
         fail(str(error))
-    _show(result, as_json=as_json)
+    _show(target, result, as_json=as_json)
 
 
-def _target(url: str, model: str | None, headers: list[str], metrics: list[str], watch: list[str], *, dry_run: bool) -> "Target":
+def _target(
+    url: str, model: str | None, headers: list[str], metrics: list[str], watch: list[str], *, dry_run: bool
+) -> "Target":
     import asyncio
 
     from windtunnel.lab.target import find_model, make_target
@@ -111,15 +115,23 @@ async def _run(target: "Target", plan: "StormPlan", stop: Any) -> "StormResult":
         return await run_storm(target, plan, stop=stop, on_event=tell)
 
 
-def _show(result: "StormResult", *, as_json: bool) -> None:
+def _show(target: "Target", result: "StormResult", *, as_json: bool) -> None:
     import json
 
-    from windtunnel.lab.document import storm_document
+    from windtunnel.lab.document import plan_document, storm_document, versions
     from windtunnel.lab.progress import print_storm
 
-    document = storm_document(result)
+    document = {
+        "target": target.origin.url,
+        "model": target.model,
+        **storm_document(result),
+        "storm": plan_document(result.plan),
+        "versions": versions(),
+    }
     if as_json:
         typer.echo(json.dumps(document, indent=2))
     else:
         print_storm(document)
-    raise typer.Exit(1 if document["findings"] else 3 if result.interrupted else 0)
+    victims = document["victims"]
+    untried = result.interrupted or (victims["sent"] and not victims["left"])
+    raise typer.Exit(FINDING if document["findings"] else INCONCLUSIVE if untried else OK)

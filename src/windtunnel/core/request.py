@@ -45,6 +45,11 @@ class EngineRequest:
     session_id: str | None = None
     deferred_until_ns: int = 0
     """Not schedulable before this time (grammar compilation); the request counts as deferred."""
+    prompt_hashes: Sequence[bytes] = ()
+    """Hashes of the prompt's full blocks, made beforehand (`BlockHasher.in_parts`) so that a long prompt stalls nobody.
+
+    Empty or too few: the engine makes the rest when it looks the prompt up.
+    """
     report_cached_blocks: bool = False
     """Publish BlockStored for prefix hits too (`vllm_xargs.kv_cache_report_mode = full`)."""
     kv_transfer: Mapping[str, Any] | None = None

@@ -4,11 +4,11 @@ Each is a function of position. Internal lists are caches of that function and n
 """
 
 from collections.abc import Sequence
+from itertools import chain
 
 from windtunnel.core import oracle
 
-_FIRST_WORDS = 32
-_MORE_WORDS = 256
+_WORDS_AT_ONCE = 256
 
 
 class OracleSource:
@@ -39,7 +39,8 @@ class OracleSource:
         return tokens[start:stop]
 
     def _more(self) -> None:
-        block = _MORE_WORDS if self._words else _FIRST_WORDS
+        # Sequences that start together refill at different times: no step pays for all.
+        block = _WORDS_AT_ONCE if self._words else 16 + self._identity % _WORDS_AT_ONCE
         if self._natural_words is None:
             self._append(block)
         elif self._words < self._natural_words:
@@ -50,9 +51,8 @@ class OracleSource:
             self._end = len(self._tokens)
 
     def _append(self, words: int) -> None:
-        vocabulary, tokens = self._vocabulary, self._tokens
-        for index in oracle.word_indices(self._identity, self._words, words):
-            tokens += vocabulary[index]
+        indices = oracle.word_indices(self._identity, self._words, words)
+        self._tokens.extend(chain.from_iterable(map(self._vocabulary.__getitem__, indices)))
         self._words += words
 
 
@@ -62,7 +62,7 @@ class SequenceSource:
     __slots__ = ("_length", "_token_ids")
 
     def __init__(self, token_ids: Sequence[int], *, ignore_eos: bool = False, min_tokens: int = 0) -> None:
-        """With `ignore_eos` the tokens repeat without end, with `min_tokens` until there are so many; nothing repeats nothing."""
+        """With `ignore_eos` the tokens repeat for ever, with `min_tokens` until there are so many. No tokens repeat as none."""
         self._token_ids = tuple(token_ids)
         self._length = None if ignore_eos and token_ids else max(len(token_ids), min_tokens if token_ids else 0)
 

@@ -1,7 +1,7 @@
 """The seam to tokenizers, and the built-in one.
 
 The built-in tokenizer is fast, needs no files and is reversible: `decode(encode(text)) == text` for every str, lone
-surrogates included. English costs about one token for four characters, as with real vocabularies. Each oracle word with
+surrogates included. English prose costs about one token for three characters. Each oracle word with
 its leading space is one token, so an answer that is sent back as text (multi-turn chat) has the same tokens again and
 hits the prefix cache.
 """
@@ -74,19 +74,21 @@ def _vocabulary() -> list[bytes]:
     letters = [bytes([code]) for code in range(0x61, 0x7B)]
     pairs = [first + second for first in [b" ", *visible] for second in visible]
     triples = [first + second + third for first in [b" ", *letters] for second in letters for third in letters]
+    starts = [b" " + first + second + third for first in letters for second in letters for third in letters]
     specials = [token.encode() for token in SPECIAL_TOKENS]
     specials += [b"<|reserved_%d|>" % slot for slot in range(len(specials), _SPECIAL_SLOTS)]
     single_bytes = [bytes([code]) for code in range(256)]
-    return [*specials, *single_bytes, *(f" {word}".encode() for word in WORDS), *pairs, *triples]
+    return [*specials, *single_bytes, *(f" {word}".encode() for word in WORDS), *pairs, *triples, *starts]
 
 
 class BuiltinTokenizer:
-    """Specials, single bytes, oracle words, pairs of visible characters and triples of letters."""
+    """Specials, single bytes, oracle words, pairs of visible characters, triples of letters, and such after a space."""
 
     def __init__(self) -> None:
         self._bytes_of = _vocabulary()
         first_plain = _WORDS_AT
-        self._ids = {piece: token for token, piece in enumerate(self._bytes_of) if token >= _BYTES_AT}
+        # Backwards, so that an oracle word of three letters keeps its own token and not the one of its letters.
+        self._ids = {self._bytes_of[token]: token for token in reversed(range(_BYTES_AT, len(self._bytes_of)))}
         self._special_ids = {token: number for number, token in enumerate(SPECIAL_TOKENS)}
         self._cache: dict[bytes, tuple[int, ...]] = {}
         self.vocab_size = len(self._bytes_of)
@@ -122,8 +124,9 @@ class BuiltinTokenizer:
         return out
 
     def _split(self, piece: bytes) -> tuple[int, ...]:
-        """A run of letters that is no token of its own, as triples and a rest of one or two letters."""
-        parts = [piece[at : at + 3] for at in range(0, len(piece), 3)]
+        """A run of letters that is no token of its own: a space with three letters, triples, a rest of one or two."""
+        start = 4 if piece.startswith(b" ") else 3
+        parts = [piece[:start], *(piece[at : at + 3] for at in range(start, len(piece), 3))]
         tokens = tuple(self._ids[part] for part in parts)
         if len(self._cache) < _CACHE_LIMIT and len(piece) < 64:
             self._cache[piece] = tokens

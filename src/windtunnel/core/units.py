@@ -1,13 +1,14 @@
 """Time inside windtunnel is an integer number of nanoseconds, in names that end in `_ns`."""
 
 import re
+from decimal import Decimal
 
 US = 1_000
 MS = 1_000_000
 S = 1_000_000_000
 
 _UNITS_NS = {"ns": 1, "us": US, "µs": US, "ms": MS, "s": S, "m": 60 * S, "h": 3600 * S}
-_PART = re.compile(r"(\d+(?:\.\d+)?|\.\d+)(ns|us|µs|ms|s|m|h)")
+_PART = re.compile(r"([0-9]+(?:\.[0-9]+)?|\.[0-9]+)(ns|us|µs|ms|s|m|h)")
 
 
 def parse_duration_ns(text: str | int | float) -> int:
@@ -21,7 +22,7 @@ def parse_duration_ns(text: str | int | float) -> int:
     if isinstance(text, str):
         parts = _PART.findall(text)
         if parts and "".join(number + unit for number, unit in parts) == text:
-            return sum(round(float(number) * _UNITS_NS[unit]) for number, unit in parts)
+            return sum(round(Decimal(number) * _UNITS_NS[unit]) for number, unit in parts)
     raise ValueError(f"{text!r} is not a duration: write a number with a unit, such as 250ms, 1.5s or 1m30s")
 
 

@@ -22,7 +22,7 @@ from windtunnel.serve.seams import AsgiApp, Seams, WriteFailed, log_disconnect
 _KEY = "windtunnel.pooled"
 _POOL_LIMIT = 1024
 _REPORTS_LIMIT = 4096
-_USES_BETWEEN_REPORTS = 4
+_USES_BETWEEN_REPORTS = 7
 _STALE_STATUS = 500
 
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
@@ -46,7 +46,7 @@ class PooledContext:
         """The report of an earlier stream's failed write, if one is due in this phase."""
         if self.reports and self.reports[0][0] == phase and not self._uses_until_report:
             _phase, self.path = self.reports.popleft()
-            self.status = _STALE_STATUS
+            self.status = _STALE_STATUS if phase == "answered" else None
             self._uses_until_report = _USES_BETWEEN_REPORTS
 
 

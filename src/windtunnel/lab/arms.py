@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +24,10 @@ TERM_PATIENCE_NS = 5 * S
 LOG_TAIL_BYTES = 2_000
 LOG_SCAN_LIMIT_BYTES = 64 * 1024 * 1024
 _PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
+
+
+class Stopped(Exception):
+    """The run was stopped while a server was being waited for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +63,16 @@ def free_port() -> int:
 
 
 @asynccontextmanager
-async def running(arm: Arm, log: Path, *, time_scale: float, seed: int) -> AsyncIterator[Running]:
-    """The arm's server while the block runs. Raises Environment when it cannot be started or does not become ready."""
+async def running(
+    arm: Arm, log: Path, *, time_scale: float, seed: int, stop: asyncio.Event | None = None
+) -> AsyncIterator[Running]:
+    """The arm's server while the block runs. Raises Environment when it cannot be started or does not become ready.
+
+    Raises Stopped when `stop` is set before it is ready.
+    """
+    stop = stop or asyncio.Event()
     if arm.url is not None:
-        await _wait_ready(arm.ready_url or arm.url, arm.ready_timeout_ns, None, log)
+        await _wait_ready(arm.ready_url or arm.url, arm.ready_timeout_ns, None, log, stop)
         yield Running(arm.url, None)
         return
     assert arm.command is not None
@@ -71,24 +81,31 @@ async def running(arm: Arm, log: Path, *, time_scale: float, seed: int) -> Async
     process = await _start(words, arm.env, log)
     try:
         ready = fill(arm.ready_url or "http://127.0.0.1:{port}/health", port=port, time_scale=time_scale, seed=seed)
-        await _wait_ready(ready, arm.ready_timeout_ns, process, log)
+        await _wait_ready(ready, arm.ready_timeout_ns, process, log, stop)
         origin = parse_origin(ready)
         yield Running(f"{origin.scheme}://{origin.authority}", log)
     finally:
-        await stop(process)
+        await end(process)
 
 
 async def _start(words: list[str], env: Mapping[str, str], log: Path) -> asyncio.subprocess.Process:
     with log.open("wb") as out:
         try:
             return await asyncio.create_subprocess_exec(
-                *words, stdin=asyncio.subprocess.DEVNULL, stdout=out, stderr=out, env={**os.environ, **env}, start_new_session=True
+                *words,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                env={**os.environ, **env},
+                start_new_session=True,
             )
         except OSError as error:
             raise Environment(f"cannot start {shlex.join(words)}: {error}") from error
 
 
-async def _wait_ready(url: str, timeout_ns: int, process: asyncio.subprocess.Process | None, log: Path) -> None:
+async def _wait_ready(
+    url: str, timeout_ns: int, process: asyncio.subprocess.Process | None, log: Path, stop: asyncio.Event
+) -> None:
     origin = parse_origin(url)
     root = Origin(origin.scheme, origin.host, origin.port)
     try:
@@ -96,6 +113,8 @@ async def _wait_ready(url: str, timeout_ns: int, process: asyncio.subprocess.Pro
             while not await _answers(root, origin.prefix or "/"):
                 if process is not None and process.returncode is not None:
                     raise Environment(f"the server exited with {process.returncode} before it was ready{_tail(log)}")
+                if stop.is_set():
+                    raise Stopped
                 await asyncio.sleep(READY_POLL_NS / 1e9)
     except TimeoutError:
         raise Environment(f"{url} did not answer 200 within {format_duration(timeout_ns)}{_tail(log)}") from None
@@ -108,7 +127,7 @@ async def _answers(origin: Origin, path: str) -> bool:
         return False
 
 
-async def stop(process: asyncio.subprocess.Process) -> None:
+async def end(process: asyncio.subprocess.Process) -> None:
     """End the whole group: SIGTERM, then SIGKILL for what is left. Safe to cancel: then SIGKILL comes at once."""
     try:
         _signal_group(process.pid, signal.SIGTERM)
@@ -122,10 +141,8 @@ async def stop(process: asyncio.subprocess.Process) -> None:
 
 
 def _signal_group(pgid: int, number: int) -> None:
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(pgid, number)
-    except ProcessLookupError:
-        pass
 
 
 def count_patterns(log: Path | None, patterns: Mapping[str, str]) -> dict[str, int]:

@@ -163,13 +163,14 @@ async def _cancelled(task: asyncio.Future[None]) -> None:
 async def _read(connection: Connection, recorder: "_Recorder") -> None:
     head = await connection.head()
     recorder.head(head.status)
-    if head.status != 200:
-        body = await connection.body(head)
-        recorder.ended(End.ERROR_STATUS, error=_shorten(body))
-    elif recorder.ask.stream:
+    if recorder.ask.stream and (head.status == 200 or "event-stream" in head.headers.get("content-type", "")):
         await _read_stream(connection.parts(head), recorder)
-    else:
+    elif head.status == 200:
         recorder.whole_answer(await connection.body(head))
+    else:
+        recorder.error = _shorten(await connection.body(head))
+    if head.status != 200:
+        recorder.ended(End.ERROR_STATUS, error=recorder.error or f"with a stream of {len(recorder.words())} words")
 
 
 async def _read_stream(parts: AsyncIterator[bytes], recorder: "_Recorder") -> None:
@@ -206,7 +207,7 @@ class _Recorder:
         self._finish_reason: str | None = None
         self._done = False
         self._end: End | None = None
-        self._error: str | None = None
+        self.error: str | None = None
         self._left: tuple[str, int, int] | None = None
 
     def head(self, status: int) -> None:
@@ -227,7 +228,7 @@ class _Recorder:
         payload = _object(data)
         if payload.get("error") is not None:
             self._end = End.ERROR_FRAME
-            self._error = _shorten(data)
+            self.error = _shorten(data)
         for choice in payload.get("choices") or ():
             self._choice(choice)
 
@@ -251,7 +252,7 @@ class _Recorder:
 
     def stream_over(self, rest: bytes) -> None:
         if self._end is End.ERROR_FRAME:
-            self._error = f"{self._error}{'' if self._done else ' (and no terminator)'}"
+            self.error = f"{self.error}{'' if self._done else ' (and no terminator)'}"
         elif rest.strip():
             self.ended(End.UNTERMINATED, error="the body ends inside a frame")
         elif self._finish_reason and self._done:
@@ -262,7 +263,7 @@ class _Recorder:
 
     def ended(self, end: End, *, error: str) -> None:
         self._end = end
-        self._error = error
+        self.error = error
 
     def failed(self, end: End, error: str) -> None:
         """What went wrong on the connection, unless this client had left before."""
@@ -270,13 +271,13 @@ class _Recorder:
             self.ended(end, error=f"{error} (state {self.state})")
 
     def left(self) -> None:
-        self._left = (self.state, self.session.now_ns(), len(self._words()))
+        self._left = (self.state, self.session.now_ns(), len(self.words()))
 
-    def _words(self) -> tuple[str, ...]:
+    def words(self) -> tuple[str, ...]:
         return tuple("".join(self._texts).split())
 
     def record(self) -> StreamRecord:
-        words = self._words()
+        words = self.words()
         end = End.LEFT if self._left else self._end or End.CUT
         state, left_ns, words_at_leaving = self._left or (None, None, len(words))
         return StreamRecord(
@@ -289,7 +290,7 @@ class _Recorder:
             frame_ns=tuple(self._frame_ns),
             words=words,
             finish_reason=self._finish_reason,
-            error=self._error,
+            error=self.error,
             left_in=state,
             left_ns=left_ns,
             words_after_leaving=len(words) - words_at_leaving,
@@ -304,5 +305,3 @@ def _object(data: bytes) -> dict[str, Any]:
     if not isinstance(payload, dict):
         raise MalformedResponse(f"not a JSON object: {_shorten(data)!r}")
     return payload
-
-

@@ -1,11 +1,15 @@
 """A storm as a JSON document: what experiments, reports and CI read. Plain dictionaries; the schema is in `schema/`."""
 
+import platform
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from enum import Enum
 from typing import Any
 
+import windtunnel
 from windtunnel.lab.findings import Finding, find, freed_after_ns, zombie_tokens
-from windtunnel.lab.plan import Role
+from windtunnel.lab.plan import Role, StormPlan
 from windtunnel.lab.record import Sample, StormResult, StreamRecord
 
 LEAK_KEYS = ("running", "waiting", "kv_usage")
@@ -29,13 +33,34 @@ def storm_document(result: StormResult) -> dict[str, Any]:
         "series": _series(result.samples),
         "counters": _counters(result),
         "phases": [
-            {"name": phase.name, "start_s": _seconds(phase.started_ns), "end_s": _seconds(phase.ended_ns)} for phase in result.phases
+            {"name": phase.name, "start_s": _seconds(phase.started_ns), "end_s": _seconds(phase.ended_ns)}
+            for phase in result.phases
         ],
         "events": _events(result),
         "findings": finding_documents(find(result)),
         "interrupted": result.interrupted,
         "notes": list(result.notes),
     }
+
+
+def plan_document(plan: StormPlan) -> dict[str, Any]:
+    """The effective plan, as plain values."""
+    return {key: _plain(value) for key, value in asdict(plan).items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, dict):
+        return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return value
+
+
+def versions() -> dict[str, str]:
+    system = f"{platform.system()} {platform.machine()}"
+    return {"windtunnel": windtunnel.__version__, "python": platform.python_version(), "system": system}
 
 
 def finding_documents(findings: Iterable[Finding]) -> list[dict[str, Any]]:
@@ -122,7 +147,9 @@ def _series(samples: tuple[Sample, ...]) -> list[dict[str, Any]]:
 def _events(result: StormResult) -> list[dict[str, Any]]:
     """What a time line shows besides the gauges: victims leaving, bystanders and later streams ending."""
     out: list[dict[str, Any]] = [
-        {"t_s": _seconds(stream.left_ns), "what": "left", "detail": stream.left_in} for stream in result.of(Role.VICTIM) if stream.left_ns
+        {"t_s": _seconds(stream.left_ns), "what": "left", "detail": stream.left_in}
+        for stream in result.of(Role.VICTIM)
+        if stream.left_ns
     ]
     out += [
         {"t_s": _seconds(one.ended_ns), "what": "bystander", "kind": one.kind, "status": one.status, "ok": not one.harmed}

@@ -5,22 +5,21 @@ stops its server, and the document says `inconclusive` with what there is.
 """
 
 import asyncio
-import platform
 import shlex
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
 
-import windtunnel
-from windtunnel.lab.arms import count_patterns, running
-from windtunnel.lab.document import storm_document
-from windtunnel.lab.experiment_file import ArmName, Environment, Experiment
-from windtunnel.lab.plan import StormPlan, check_target_allowed
+from windtunnel.lab.arms import Stopped, count_patterns, fill, running
 from windtunnel.lab.connection import parse_origin
+from windtunnel.lab.document import plan_document, storm_document, versions
+from windtunnel.lab.experiment_file import Arm, ArmName, Environment, Experiment
+from windtunnel.lab.plan import StormPlan, check_target_allowed
 from windtunnel.lab.storm import StormEvent, run_storm
 from windtunnel.lab.target import TargetError, find_model, make_target
 from windtunnel.lab.verdict import decide, effect_document, holds, observed
@@ -54,7 +53,6 @@ class Progress:
     total: int
     event: StormEvent | None = None
     document: Mapping[str, Any] | None = None
-    error: str | None = None
 
 
 Watcher = Callable[[Progress], None]
@@ -62,7 +60,7 @@ Watcher = Callable[[Progress], None]
 
 def with_options(experiment: Experiment, options: Options) -> Experiment:
     """The experiment as it will be run; the effective values end up in the document."""
-    arms = {}
+    arms: dict[str, Arm] = {}
     for name in ARMS:
         arm = experiment.arm(name)
         changes: dict[str, Any] = {}
@@ -78,6 +76,13 @@ def with_options(experiment: Experiment, options: Options) -> Experiment:
     if options.seed is not None:
         changes["seed"] = options.seed
     return experiment.model_copy(update=changes)
+
+
+def _check_templates(experiment: Experiment) -> None:
+    """Raises ValueError for a placeholder that does not exist, before anything is started."""
+    for name in ARMS:
+        for template in (experiment.arm(name).command, experiment.arm(name).ready_url):
+            fill(template or "", port=0, time_scale=1.0, seed=0)
 
 
 def schedule(trials: int, seed: int) -> list[tuple[int, ArmName]]:
@@ -100,25 +105,31 @@ async def run_experiment(
     started_at = datetime.now(UTC)
     trials: dict[ArmName, list[dict[str, Any]]] = {name: [] for name in ARMS}
     order = schedule(experiment.trials, experiment.seed)
+    _check_templates(experiment)
     with tempfile.TemporaryDirectory(prefix="windtunnel-") as scratch:
         logs = options.out or Path(scratch)
         for done, (trial, name) in enumerate(order):
             if stop.is_set():
                 break
             runner = _Trial(experiment, options, name, trial, logs, stop)
-            tell = _teller(watch, name, trial, done, len(order))
-            document = await runner.run(lambda event, tell=tell: tell(event=event), first=not trials[name])
+            tell = partial(_tell, watch, name, trial, done, len(order))
+            document = await runner.run(tell, first=not trials[name])
             trials[name].append({**document, "order": done})
-            tell(document=document, error=document["error"])
+            tell(document=document)
     return make_document(experiment, options, trials, started_at, interrupted=stop.is_set())
 
 
-def _teller(watch: Watcher | None, name: ArmName, trial: int, done: int, total: int) -> Callable[..., None]:
-    def tell(**what: Any) -> None:
-        if watch is not None:
-            watch(Progress(name, trial, done, total, **what))
-
-    return tell
+def _tell(
+    watch: Watcher | None,
+    name: ArmName,
+    trial: int,
+    done: int,
+    total: int,
+    event: StormEvent | None = None,
+    document: Mapping[str, Any] | None = None,
+) -> None:
+    if watch is not None:
+        watch(Progress(name, trial, done, total, event, document))
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +152,8 @@ class _Trial:
         try:
             document = await self._storm(log, plan, on_event)
             error = None
+        except Stopped:
+            document, error = {**_empty_trial(), "interrupted": "stopped"}, None
         except (TargetError, Environment, ValueError) as failure:
             if first:
                 raise Environment(f"{self.name}, trial {self.trial + 1}: {failure}") from failure
@@ -153,7 +166,7 @@ class _Trial:
         arm = self.experiment.arm(self.name)
         if arm.url is not None:
             check_target_allowed(parse_origin(arm.url).host, owned=self.options.owned)
-        async with running(arm, log, time_scale=self.options.time_scale, seed=plan.seed) as server:
+        async with running(arm, log, time_scale=self.options.time_scale, seed=plan.seed, stop=self.stop) as server:
             model = arm.model or await find_model(server.url, arm.headers)
             target = make_target(server.url, model, headers=arm.headers, metrics_urls=arm.metrics_urls, watch=arm.watch)
             return storm_document(await run_storm(target, plan, stop=self.stop, on_event=on_event))
@@ -217,12 +230,13 @@ def make_document(
         "effect": effect,
         "arms": {name: _arm_document(experiment, name, trials[name]) for name in ARMS},
         "findings": _findings(trials),
+        "storm": plan_document(experiment.storm.plan(seed=experiment.seed, time_scale=options.time_scale)),
         "seed": experiment.seed,
         "trials": experiment.trials,
         "time_scale": options.time_scale,
         "started_at": started_at.isoformat(timespec="seconds"),
         "duration_s": round((datetime.now(UTC) - started_at).total_seconds(), 3),
-        "versions": _versions(),
+        "versions": versions(),
         "reproduce": reproduce(experiment, options),
     }
 
@@ -235,17 +249,17 @@ def _arm_document(experiment: Experiment, name: ArmName, trials: list[dict[str, 
 def _findings(trials: Mapping[ArmName, list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Every finding of every trial, with where it was made."""
     return [
-        {**finding, "arm": name, "trial": trial["trial"]} for name in ARMS for trial in trials[name] for finding in trial["findings"]
+        {**finding, "arm": name, "trial": trial["trial"]}
+        for name in ARMS
+        for trial in trials[name]
+        for finding in trial["findings"]
     ]
-
-
-def _versions() -> dict[str, str]:
-    return {"windtunnel": windtunnel.__version__, "python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
 
 
 def reproduce(experiment: Experiment, options: Options) -> str:
     """The command that runs this again, as a person would type it."""
-    words = ["windtunnel", "experiment", "run", experiment.name, "--trials", str(experiment.trials), "--seed", str(experiment.seed)]
+    words = ["windtunnel", "experiment", "run", experiment.name]
+    words += ["--trials", str(experiment.trials), "--seed", str(experiment.seed)]
     if options.time_scale != 1.0:
         words += ["--time-scale", f"{options.time_scale:g}"]
     for name, command in (options.commands or {}).items():

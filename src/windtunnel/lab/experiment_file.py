@@ -39,7 +39,7 @@ class ExperimentError(ValueError):
 
 
 class Environment(RuntimeError):
-    """The machine or the target does not let the experiment run: a command that does not start, a server that is never ready."""
+    """The machine or the target does not let the experiment run: a command does not start, a server is never ready."""
 
 
 def _duration(value: object) -> object:
@@ -93,6 +93,7 @@ class StormSection(_Section):
     survivors: int = 0
     how: tuple[How, ...] = (How.FIN,)
     when: Annotated[Trigger, BeforeValidator(_trigger)] = Trigger()
+    victim_concurrency: int = 0
     hold: bool = False
     victim: ShapeSection = ShapeSection(max_tokens=256)
     survivor: ShapeSection = ShapeSection(max_tokens=64)
@@ -124,6 +125,7 @@ class StormSection(_Section):
             survivors=self.survivors,
             how=self.how,
             when=Trigger(self.when.moment, self.when.count, scaled(self.when.after_ns)),
+            victim_concurrency=self.victim_concurrency,
             hold=self.hold,
             victim=self.victim.shape(),
             survivor=self.survivor.shape(),
@@ -220,7 +222,7 @@ class Experiment(_Section):
         ids = [prediction.id for prediction in self.predictions]
         twice = {one for one in ids if ids.count(one) > 1}
         if twice:
-            raise ValueError(f"predictions: the id {sorted(twice)[0]!r} is used twice")
+            raise ValueError(f"predictions: the id {min(twice)!r} is used twice")
         check_plan(self.storm.plan(seed=0, time_scale=1.0))
         return self
 
@@ -241,7 +243,7 @@ def load(name_or_path: str) -> Experiment:
         return parse(known[name_or_path], name_or_path)
     path = Path(name_or_path)
     if not path.is_file():
-        raise ExperimentError(f"no built-in experiment and no file is called {name_or_path!r}; built in: {', '.join(known) or 'none'}")
+        raise ExperimentError(f"no built-in experiment or file is called {name_or_path!r}; built in: {', '.join(known)}")
     if path.stat().st_size > FILE_LIMIT_BYTES:
         raise ExperimentError(f"{name_or_path}: over {FILE_LIMIT_BYTES} bytes")
     return parse(path.read_text("utf-8"), name_or_path)

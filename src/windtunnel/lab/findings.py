@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
+from itertools import pairwise
 
 from windtunnel.lab.plan import Role
 from windtunnel.lab.record import Damage, End, Sample, StormResult, StreamRecord
@@ -167,22 +168,42 @@ def _wedged(result: StormResult) -> Iterator[str]:
 
 KINDS: tuple[FindingKind, ...] = (
     FindingKind(
-        "bystander_error", Severity.HIGH, "a task that outlives its handler writes into an object that serves someone else", _bystander_error
+        "bystander_error",
+        Severity.HIGH,
+        "a task that outlives its handler writes into an object that serves someone else",
+        _bystander_error,
     ),
     FindingKind(
-        "crossed_stream", Severity.HIGH, "two requests share a buffer, an id or a KV block, so one gets the other's words", _crossed_stream
+        "crossed_stream",
+        Severity.HIGH,
+        "two requests share a buffer, an id or a KV block, so one gets the other's words",
+        _crossed_stream,
     ),
-    FindingKind("corrupt_stream", Severity.HIGH, "output is lost, repeated or overwritten between engine and socket", _corrupt_stream),
     FindingKind(
-        "unterminated_stream", Severity.HIGH, "an exception ends the body without error frame and terminator", _unterminated_stream
+        "corrupt_stream", Severity.HIGH, "output is lost, repeated or overwritten between engine and socket", _corrupt_stream
     ),
-    FindingKind("hidden_error", Severity.MEDIUM, "the head leaves before the request has been checked by the engine", _hidden_error),
+    FindingKind(
+        "unterminated_stream",
+        Severity.HIGH,
+        "an exception ends the body without error frame and terminator",
+        _unterminated_stream,
+    ),
+    FindingKind(
+        "hidden_error", Severity.MEDIUM, "the head leaves before the request has been checked by the engine", _hidden_error
+    ),
     FindingKind("slot_leak", Severity.HIGH, "the abort is lost or overwritten, so the request is never removed", _slot_leak),
-    FindingKind("kv_leak", Severity.HIGH, "blocks are not freed on the abort path, or are freed only with their request", _kv_leak),
     FindingKind(
-        "queue_orphan", Severity.HIGH, "an abort reaches the running list only, or a later state overwrites its failure", _queue_orphan
+        "kv_leak", Severity.HIGH, "blocks are not freed on the abort path, or are freed only with their request", _kv_leak
     ),
-    FindingKind("stale_gauge", Severity.LOW, "gauges are written only when a step runs, and no step follows the abort", _stale_gauge),
+    FindingKind(
+        "queue_orphan",
+        Severity.HIGH,
+        "an abort reaches the running list only, or a later state overwrites its failure",
+        _queue_orphan,
+    ),
+    FindingKind(
+        "stale_gauge", Severity.LOW, "gauges are written only when a step runs, and no step follows the abort", _stale_gauge
+    ),
     FindingKind("zombie_tokens", Severity.HIGH, "nobody tells the engine that the client has gone", _zombie_tokens),
     FindingKind("late_cancel", Severity.MEDIUM, "the disconnect is noticed only by polling or by a failed write", _late_cancel),
     FindingKind("wedged", Severity.HIGH, "a lock, slot or worker is held by a request that has gone", _wedged),
@@ -213,7 +234,7 @@ def zombie_tokens(result: StormResult) -> float:
     """Tokens generated between samples that saw no client, later than the grace after the last one was seen."""
     made, idle_since_ns = 0.0, None
     usable = [sample for sample in result.samples if sample.usable and GENERATION_TOKENS in sample.counters]
-    for before, after in zip(usable, usable[1:], strict=False):
+    for before, after in pairwise(usable):
         if before.clients or after.clients or before.opened != after.opened:
             idle_since_ns = None
             continue
@@ -224,14 +245,19 @@ def zombie_tokens(result: StormResult) -> float:
 
 
 def _still_working(result: StormResult) -> bool:
-    """Whether tokens were being made for nobody in the last samples before the deadline."""
+    """Whether tokens were being made for nobody at the deadline: in the second half of the idle samples before it."""
     if result.at_deadline is None:
         return False
-    since_ns = result.at_deadline.at_ns - max(result.cancel_grace_ns, 3 * result.plan.sample_every_ns)
-    window = [s for s in result.samples if s.usable and since_ns <= s.at_ns <= result.at_deadline.at_ns and not s.clients]
-    if len(window) < 2:
-        return False
-    return window[-1].counters.get(GENERATION_TOKENS, 0) > window[0].counters.get(GENERATION_TOKENS, 0)
+    idle: list[Sample] = []
+    for sample in result.samples:
+        if sample.at_ns > result.at_deadline.at_ns:
+            break
+        if idle and (sample.clients or sample.opened != idle[-1].opened):
+            idle = []
+        if sample.usable and not sample.clients:
+            idle.append(sample)
+    made = [sample.counters.get(GENERATION_TOKENS, 0.0) for sample in idle[len(idle) // 2 :]]
+    return len(made) > 1 and made[-1] > made[0]
 
 
 def _over(result: StormResult, sample: Sample) -> dict[str, float]:

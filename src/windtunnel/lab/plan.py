@@ -124,6 +124,8 @@ class StormPlan:
     survivors: int = 0
     how: tuple[How, ...] = (How.FIN,)
     when: Trigger = Trigger()
+    victim_concurrency: int = 0
+    """So many victims at once; 0: all of a round."""
     hold: bool = False
     """Bring all victims of a round into the state before any of them leaves."""
     victim: Shape = Shape(max_tokens=256)
@@ -158,14 +160,26 @@ class StormPlan:
     @property
     def concurrency(self) -> int:
         """The most requests that can be open at once."""
-        storm = self.victims + self.survivors * self.rounds + self.bystander_concurrency
+        storm = (self.victim_concurrency or self.victims) + self.survivors * self.rounds + self.bystander_concurrency
         return max(storm, self.later_concurrency)
 
 
 _AT_LEAST = {
-    "victims": 0, "rounds": 1, "survivors": 0, "bystanders": 0, "bystander_concurrency": 1, "later": 0, "later_concurrency": 1,
-    "sample_every_ns": MS, "quiet_deadline_ns": 0, "observe_ns": 0, "request_timeout_ns": MS, "bystander_gap_ns": 0, "linger_ns": 0,
-}  # fmt: skip
+    "victims": 0,
+    "victim_concurrency": 0,
+    "rounds": 1,
+    "survivors": 0,
+    "bystanders": 0,
+    "bystander_concurrency": 1,
+    "bystander_gap_ns": 0,
+    "later": 0,
+    "later_concurrency": 1,
+    "sample_every_ns": MS,
+    "quiet_deadline_ns": 0,
+    "observe_ns": 0,
+    "request_timeout_ns": MS,
+    "linger_ns": 0,
+}
 
 
 def check_plan(plan: StormPlan) -> None:
@@ -181,6 +195,8 @@ def check_plan(plan: StormPlan) -> None:
         raise PlanError(f"oracle: {plan.oracle!r} is none of auto, on, off")
     if not plan.victim.stream and plan.when.moment in (Moment.TOKENS, Moment.HEAD):
         raise PlanError(f"when: {plan.when} needs a streaming victim; without streaming use after:DURATION, sent or queued")
+    if plan.hold and 0 < plan.victim_concurrency < plan.victims:
+        raise PlanError("hold: needs all victims at once; leave victim_concurrency at 0")
     if plan.bystanders and not plan.bystander_kinds:
         raise PlanError("bystander_kinds: empty, but bystanders are asked for")
     _check_limits(plan)
@@ -199,7 +215,7 @@ def _check_limits(plan: StormPlan) -> None:
         raise PlanError(f"{plan.requests} requests are over the limit of {limits.max_requests}; raise it with --max-requests")
     if plan.concurrency > limits.max_concurrency:
         raise PlanError(
-            f"{plan.concurrency} requests at once are over the limit of {limits.max_concurrency}; raise it with --max-concurrency"
+            f"{plan.concurrency} requests at once are over the limit of {limits.max_concurrency}; raise it: --max-concurrency"
         )
 
 

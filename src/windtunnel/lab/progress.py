@@ -24,10 +24,10 @@ _PHASES = {
 }
 
 
-def _console() -> "Console":
+def _console(*, stderr: bool = True) -> "Console":
     from rich.console import Console
 
-    return Console(stderr=True, highlight=False)
+    return Console(stderr=stderr, highlight=False, soft_wrap=True)
 
 
 @contextmanager
@@ -63,9 +63,7 @@ def _trial_line(trial: Mapping[str, Any]) -> str:
 
 def print_storm(document: Mapping[str, Any]) -> None:
     """A storm in words, on stdout."""
-    from rich.console import Console
-
-    console = Console(highlight=False)
+    console = _console(stderr=False)
     victims, bystanders, later = document["victims"], document["bystanders"], document["later_streams"]
     console.print(f"{victims['left']} of {victims['sent']} victims left; {_trial_line({**document, 'error': None})}")
     quiet = document["quiet_s"]
@@ -74,7 +72,9 @@ def print_storm(document: Mapping[str, Any]) -> None:
     for note in document["notes"]:
         console.print(f"[dim]note: {note}")
     _print_findings(console, document["findings"])
-    if not (document["findings"] or document["interrupted"]):
+    if victims["sent"] and not victims["left"]:
+        console.print("[bold blue]inconclusive[/]: no victim left, so nothing was tried")
+    elif not (document["findings"] or document["interrupted"]):
         console.print(f"[bold green]clean[/]: {bystanders['sent']} bystanders and {later['sent']} later streams unharmed")
     if document["interrupted"]:
         console.print(f"[bold blue]interrupted[/]: {document['interrupted']}")
@@ -82,10 +82,9 @@ def print_storm(document: Mapping[str, Any]) -> None:
 
 def print_experiment(document: Mapping[str, Any], out: Path | None) -> None:
     """The table, the predictions and the verdict, on stdout."""
-    from rich.console import Console
     from rich.markup import escape
 
-    console = Console(highlight=False)
+    console = _console(stderr=False)
     console.print(_table(document))
     for one in document["predictions"]:
         mark = {True: "[green]holds[/]", False: "[red]fails[/]", None: "[blue]undecided[/]"}[one["holds"]]
@@ -106,7 +105,7 @@ def print_experiment(document: Mapping[str, Any], out: Path | None) -> None:
     verdict = document["verdict"]
     console.print(f"[{_STYLES[verdict]}]{verdict}[/]: {document['why']}")
     if out is not None:
-        console.print(f"report: {out / 'report.html'}", soft_wrap=True)
+        console.print(f"report: {out / 'report.html'}")
 
 
 def _table(document: Mapping[str, Any]) -> Any:
@@ -141,4 +140,4 @@ def _print_findings(console: "Console", findings: list[Mapping[str, Any]]) -> No
         style = _SEVERITIES[finding["severity"]]
         console.print(f"[bold {style}]{finding['name']}[/] ({finding['severity']}; usual cause: {finding['usual_cause']})")
         for line in finding["evidence"]:
-            console.print(f"  {escape(line)}", soft_wrap=True)
+            console.print(f"  {escape(line)}")

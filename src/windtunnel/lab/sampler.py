@@ -7,6 +7,7 @@ from windtunnel.lab.client import Session
 from windtunnel.lab.connection import Answer, ConnectionCut, MalformedResponse, fetch
 from windtunnel.lab.record import Sample
 from windtunnel.lab.target import (
+    UNKNOWN,
     Gauge,
     Kind,
     MetricsUrl,
@@ -48,7 +49,12 @@ class Sampler:
     @property
     def kind(self) -> Kind:
         """The kind of the first source: the one whose grace applies."""
-        return self.kinds[0][1]
+        return self.kinds[0][1] if self.kinds else UNKNOWN
+
+    @property
+    def blind(self) -> bool:
+        """Whether the target publishes no metrics at all."""
+        return not self.kinds
 
     def gauges(self) -> dict[str, Gauge]:
         watch = self._session.target.watch
@@ -58,9 +64,9 @@ class Sampler:
         self._listeners.append(listener)
 
     async def run(self, every_ns: int) -> None:
-        """Sample until cancelled. A slot that was missed is skipped, not caught up."""
+        """Sample until cancelled or the limit is reached. A slot that was missed is skipped, not caught up."""
         due = self._session.now_ns()
-        while len(self.samples) < SAMPLE_LIMIT:
+        while not self.blind and len(self.samples) < SAMPLE_LIMIT:
             await self.sample()
             due = max(due + every_ns, self._session.now_ns())
             await asyncio.sleep((due - self._session.now_ns()) / 1e9)
@@ -81,10 +87,9 @@ class Sampler:
             status = 200
         except ScrapeError as failure:
             status, error = failure.status, str(failure)
-        if opened != session.opened:
-            opened = session.opened
-            clients = max(clients, session.clients) + 1
-        taken = Sample(at_ns, phase, max(clients, session.clients), opened, gauges, counters, status, error)
+        came = session.opened > opened
+        clients = max(clients, session.clients, came)
+        taken = Sample(at_ns, phase, clients, session.opened, gauges, counters, status, error)
         self.samples.append(taken)
         for listener in self._listeners:
             listener(taken)
@@ -124,12 +129,17 @@ async def scrape(target: Target, url: MetricsUrl) -> list[Series]:
 
 
 async def recognise_sources(target: Target) -> list[tuple[MetricsUrl, Kind]]:
-    """The kind behind each metrics source. Raises TargetError for a source that cannot be read."""
+    """The kind behind each metrics source; sources that answer, but without metrics, are left out.
+
+    Raises TargetError for a source that does not answer.
+    """
     out = []
     for url in target.metrics:
         try:
             out.append((url, recognise(await scrape(target, url))))
         except ScrapeError as error:
+            if error.status is not None:
+                continue
             raise TargetError(f"{url.origin.url}{url.path}: {error}") from error
     return out
 

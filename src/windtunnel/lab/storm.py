@@ -9,7 +9,7 @@ the plan's duration limit is reached; cancelling it cancels everything it starte
 """
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
@@ -30,6 +30,8 @@ QUEUED_PATIENCE_NS = 2_000_000_000
 QUIET_SAMPLES = 2
 """So many samples in a row must be quiet."""
 PROBE_TOKENS = 12
+_MODELS_PATH = "/v1/models"
+"""What a bystander gets instead of `/metrics` where there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,20 +54,19 @@ async def run_storm(
     check_plan(plan)
     session = Session(target, plan.request_timeout_ns, plan.linger_ns)
     storm = _Storm(session, plan, Sampler(session, await recognise_sources(target)), on_event or (lambda _event: None))
-    await storm.prepare()
-    sampling = asyncio.create_task(storm.sampler.run(plan.sample_every_ns))
-    phases = asyncio.create_task(storm.phases())
+    working = asyncio.create_task(storm.run())
     stopping = asyncio.create_task((stop or asyncio.Event()).wait())
+    limit_s = plan.limits.max_duration_ns / 1e9
     try:
-        limit_s = plan.limits.max_duration_ns / 1e9
-        await asyncio.wait({phases, stopping, sampling}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
-        reason = None if phases.done() else "stopped" if stopping.done() else f"the duration limit of {limit_s:g} s was reached"
+        await asyncio.wait({working, stopping}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        early = "stopped" if stopping.done() else f"the duration limit of {limit_s:g} s was reached"
+        reason = None if working.done() else early
     finally:
-        for task in (phases, stopping, sampling):
+        for task in (working, stopping):
             task.cancel()
-        await asyncio.gather(phases, stopping, sampling, return_exceptions=True)
+        await asyncio.gather(working, stopping, return_exceptions=True)
     if reason is None:
-        phases.result()
+        working.result()
     return storm.result(reason)
 
 
@@ -122,16 +123,25 @@ class _Storm:
         with self._phase("baseline"):
             probe = await run_request(self.session, self._ask(Role.PROBE, Shape(max_tokens=PROBE_TOKENS)))
             if probe.end is not End.FINISHED:
-                raise TargetError(f"{self.session.target.origin.url} does not answer a plain stream: {probe.end.value}, {probe.error}")
+                raise TargetError(
+                    f"{self.session.target.origin.url} does not answer a plain stream: {probe.end.value}, {probe.error}"
+                )
             self._calibrate(probe)
-            for _ in range(BASELINE_SAMPLES):
-                await asyncio.sleep(self.plan.sample_every_ns / 1e9)
-                taken = await self.sampler.sample()
-                self._baseline = taken if taken.usable else self._baseline
-        if self._baseline is None:
-            raise TargetError(f"no metrics could be read before the storm: {self.sampler.samples[-1].error}")
+            self._baseline = await self._read_baseline()
         if not self.sampler.gauges().keys() & self._baseline.gauges.keys():
             self._notes.append("no known gauge on /metrics: leaks cannot be seen; name gauges with --watch")
+
+    async def _read_baseline(self) -> Sample:
+        """The last usable one of a few samples; an empty one when there are no metrics."""
+        if self.sampler.blind:
+            return Sample(self.session.now_ns(), "baseline", 0, self.session.opened, {}, {}, None, "no metrics")
+        for _ in range(BASELINE_SAMPLES):
+            await asyncio.sleep(self.plan.sample_every_ns / 1e9)
+            await self.sampler.sample()
+        last = self._last_usable()
+        if last is None:
+            raise TargetError(f"no metrics could be read before the storm: {self.sampler.samples[-1].error}")
+        return last
 
     def _calibrate(self, probe: StreamRecord) -> None:
         fault = check_text(probe.ask.tag, probe.words, Known([probe.ask]), whole=None)
@@ -142,6 +152,16 @@ class _Storm:
             self._notes.append("the target does not write the oracle's words: texts are not checked")
         self.streams.append(probe)
 
+    async def run(self) -> None:
+        """All of it; the samples are taken beside the phases."""
+        await self.prepare()
+        sampling = asyncio.create_task(self.sampler.run(self.plan.sample_every_ns))
+        try:
+            await self.phases()
+        finally:
+            sampling.cancel()
+            await asyncio.gather(sampling, return_exceptions=True)
+
     async def phases(self) -> None:
         for round_ in range(self.plan.rounds):
             await self._round(round_)
@@ -149,7 +169,7 @@ class _Storm:
             await self._settle()
         if self.plan.later:
             with self._phase("later"):
-                asks = [self._ask(Role.LATER, self.plan.later_shape) for _ in range(self.plan.later)]
+                asks = [(self._ask(Role.LATER, self.plan.later_shape), None) for _ in range(self.plan.later)]
                 await self._crowd(asks, self.plan.later_concurrency)
         if not self.plan.quiet_before_later:
             await self._settle()
@@ -159,13 +179,10 @@ class _Storm:
         plan = self.plan
         async with asyncio.TaskGroup() as survivors:
             with self._phase("storm"):
-                leaves = self._leaves()
-                victims = [
-                    asyncio.create_task(self._follow(self._ask(Role.VICTIM, plan.victim, round_), leave)) for leave in leaves
-                ]
+                victims = [(self._ask(Role.VICTIM, plan.victim, round_), leave) for leave in self._leaves()]
                 for _ in range(plan.survivors):
                     survivors.create_task(self._follow(self._ask(Role.SURVIVOR, plan.survivor, round_)))
-                await _all(victims)
+                await self._crowd(victims, plan.victim_concurrency or plan.victims)
             with self._phase("bystanders"):
                 await self._bystander_round(round_)
 
@@ -186,7 +203,9 @@ class _Storm:
 
         def give_up() -> None:
             if not cue.is_set():
-                self._notes.append("no queue was seen on /metrics: victims left after waiting for one")
+                self._notes.append(
+                    f"no queue was seen on /metrics within {QUEUED_PATIENCE_NS / 1e9:g} s: victims left without one"
+                )
                 cue.set()
 
         self.sampler.listen(look)
@@ -214,7 +233,7 @@ class _Storm:
         session = self.session
         sent_ns, status, error = session.now_ns(), None, None
         base = session.target.metrics[0]
-        path = kind.path or base.path
+        path = _MODELS_PATH if kind.path == "/metrics" and self.sampler.blind else kind.path or base.path
         try:
             async with asyncio.timeout(session.timeout_ns / 1e9):
                 answer = await fetch(base.origin, "GET", base.path if path == "/metrics" else path, session.target.headers)
@@ -235,12 +254,13 @@ class _Storm:
         self.streams.append(record)
         return BystanderRecord(kind.name, record.started_ns, record.ended_ns, kind.expect_status, record.status, error, ask.tag)
 
-    async def _crowd(self, asks: list[Ask], concurrency: int) -> None:
+    async def _crowd(self, asks: Sequence[tuple[Ask, Leave | None]], concurrency: int) -> None:
+        """All of `asks`, by so many clients that each send one after the other."""
         todo = iter(asks)
 
         async def one_client() -> None:
-            for ask in todo:
-                await self._follow(ask)
+            for ask, leave in todo:
+                await self._follow(ask, leave)
 
         await _all([asyncio.create_task(one_client()) for _ in range(min(len(asks), concurrency))])
 
@@ -249,6 +269,8 @@ class _Storm:
 
     async def _settle(self) -> None:
         """Wait for quiet; without it, ask once more and see whether the gauges were only stale."""
+        if self.sampler.blind:
+            return
         if await self._quiet():
             self._quiet_ns = self._quiet_at()
             return
@@ -308,10 +330,13 @@ class _Storm:
             self._phases.append(Phase(name, started_ns, self.session.now_ns()))
 
     def result(self, interrupted: str | None) -> StormResult:
-        assert self._baseline is not None
+        baseline = self._baseline or Sample(0, "baseline", 0, 0, {}, {}, None, "not read before the storm ended")
         streams = self.streams
         if self._oracle:
             streams = judge(streams, Known(record.ask for record in streams), exact_length=self._exact)
+        victims = [record for record in streams if record.ask.role is Role.VICTIM]
+        if victims and not any(record.left_ns for record in victims):
+            self._notes.append("no victim left: all had ended before their moment came; raise max_tokens or leave earlier")
         faults = {record.ask.tag: record.fault for record in streams}
         bystanders = tuple(replace(one, fault=faults.get(one.tag)) if one.tag else one for one in self.bystanders)
         return StormResult(
@@ -319,7 +344,7 @@ class _Storm:
             kind=self.sampler.kind.name,
             cancel_grace_ns=self.sampler.kind.cancel_grace_ns,
             watches={key: gauge.watch.value for key, gauge in self.sampler.gauges().items()},
-            baseline=self._baseline,
+            baseline=baseline,
             oracle=self._oracle,
             streams=tuple(streams),
             bystanders=bystanders,

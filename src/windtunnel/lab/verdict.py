@@ -27,6 +27,7 @@ EXIT_CODES: Mapping[str, int] = {"confirmed": 0, "refuted": 1, "mixed": 1, "inco
 _OPERATORS = {
     "==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
 }  # fmt: skip
+_COUNTS = frozenset({"by_status", "by_end", "left_in", "text_faults", "log_matches"})
 _SERIES = re.compile(r"series\.(.+)\.(max|min|last|at\((.+)\))$")
 
 
@@ -42,15 +43,16 @@ def metric(trial: Trial, path: str) -> float | None:
 
 
 def _walk(value: Any, path: str) -> Any:
-    """Follow a dotted path; a key may itself contain dots."""
+    """Follow a dotted path; a key may itself contain dots. What a table of counts does not name was counted zero times."""
     if not path:
         return value
     if not isinstance(value, Mapping):
         return None
     for key in value:
         if path == key or path.startswith(f"{key}."):
-            return _walk(value[key], path[len(key) + 1 :])
-    return 0 if "by_" in path or path.startswith(("by_", "text_faults")) else None
+            found = _walk(value[key], path[len(key) + 1 :])
+            return 0 if found is None and key in _COUNTS else found
+    return None
 
 
 def _from_series(trial: Trial, gauge: str, fold: str, at: str | None) -> float | None:
@@ -62,7 +64,7 @@ def _from_series(trial: Trial, gauge: str, fold: str, at: str | None) -> float |
         due = max(left, default=0.0) + parse_duration_ns(at) / 1e9
         return next((float(value) for t_s, value in rows if t_s >= due), None)
     values = [float(value) for _, value in rows]
-    return {"max": max, "min": min, "last": lambda all_: all_[-1]}[fold](values)
+    return {"max": max(values), "min": min(values), "last": values[-1]}[fold]
 
 
 def holds(prediction: Prediction, trials: Sequence[Trial]) -> bool | None:
@@ -93,7 +95,7 @@ def _pair(prediction: Prediction, trial: Trial) -> tuple[float, float] | None:
 
 
 def effect_document(effect: Effect, control: Sequence[Trial], treatment: Sequence[Trial]) -> dict[str, Any]:
-    """The comparison of the arms; members are null when it cannot be made. Rates and their difference are control - treatment."""
+    """The comparison of the arms; members are null when it cannot be made. The difference is control - treatment."""
     out: dict[str, Any] = {"metric": effect.metric, "of": effect.of, "alpha": effect.alpha}
     comparison, extra = _compare_counts(effect, control, treatment) if effect.of else _compare(effect, control, treatment)
     if comparison is None:

@@ -3,20 +3,17 @@
 from collections.abc import Sequence
 from typing import Any
 
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.routing import Match, Route
+from starlette.routing import Match, Route, Router
 
 from windtunnel.serve import operations
-from windtunnel.serve.asgi import Endpoint, Receive, Scope, Send, send_bytes
+from windtunnel.serve.asgi import Endpoint, Receive, Scope, Send, send_error
 from windtunnel.serve.generate import GenerateRoute
 from windtunnel.serve.middleware import ApiKeys, HttpMetrics, RequestIds
 from windtunnel.serve.responses import ResponsesRoute
 from windtunnel.serve.state import Server
-from windtunnel.wire.family import Family, WireError
-from windtunnel.wire.http import DETAIL, error_body
+from windtunnel.wire.family import Family
+from windtunnel.wire.http import method_not_allowed, not_found
 from windtunnel.wire.vllm import families, responses
 
 HANDLER = "windtunnel.handler"
@@ -27,6 +24,7 @@ class ExactRoute(Route):
 
     def __init__(self, path: str, endpoint: Endpoint, methods: Sequence[str] | None) -> None:
         super().__init__(path, _Raw(endpoint), methods=methods)
+        self.app = endpoint
         if methods is not None:
             self.methods = set(methods)
 
@@ -35,6 +33,12 @@ class ExactRoute(Route):
         if match is not Match.NONE:
             child_scope[HANDLER] = self.path
         return match, child_scope
+
+    async def handle(self, scope: Any, receive: Any, send: Any) -> None:
+        if self.methods and scope["method"] not in self.methods:
+            await send_error(send, method_not_allowed(), [(b"allow", ", ".join(sorted(self.methods)).encode())])
+        else:
+            await self.app(scope, receive, send)
 
 
 class _Raw:
@@ -53,36 +57,19 @@ def build(server: Server) -> Any:
     generating: Sequence[Family] = families()
     routes = [ExactRoute(path, _generating(server, family), ["POST"]) for family in generating for path in family.paths]
     routes += [ExactRoute(path, endpoint, methods) for path, methods, endpoint in operations.table(server)]
-    middleware = [
-        Middleware(HttpMetrics, metrics=server.metrics),
-        Middleware(RequestIds, enabled=config.enable_request_id_headers),
-        Middleware(CORSMiddleware, allow_origins=config.allowed_origins, allow_methods=["*"], allow_headers=["*"]),
-        Middleware(ApiKeys, keys=config.api_keys),
-    ]
-    app = Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: _http_error, Exception: _crash})
-    return server.seams.wrap_app(app)
+    app: Any = Router(routes, default=_not_found)
+    app = CORSMiddleware(app, allow_origins=config.allowed_origins, allow_methods=["*"], allow_headers=["*"])
+    if config.api_keys:
+        app = ApiKeys(app, keys=config.api_keys)
+    if config.enable_request_id_headers:
+        app = RequestIds(app)
+    return server.seams.wrap_app(HttpMetrics(app, metrics=server.metrics))
 
 
 def _generating(server: Server, family: Family) -> GenerateRoute:
     return ResponsesRoute(server) if family is responses else GenerateRoute(server, family)
 
 
-class _Answer:
-    """A ready answer, as Starlette's exception handlers return it."""
-
-    def __init__(self, error: WireError, headers: dict[str, str] | None = None) -> None:
-        self._error = error
-        self._headers = [(name.lower().encode(), value.encode()) for name, value in (headers or {}).items()]
-
-    async def __call__(self, _scope: Scope, _receive: Receive, send: Send) -> None:
-        await send_bytes(send, self._error.status, error_body(self._error), headers=self._headers)
-
-
-async def _http_error(_request: Any, error: Any) -> Any:
-    """404 and 405 in FastAPI's own shape."""
-    return _Answer(WireError(error.detail, error.status_code, DETAIL), error.headers)
-
-
-async def _crash(_request: Any, _error: Exception) -> Any:
-    """A defect of ours: the real server's generic 500; Starlette logs the trace."""
-    return _Answer(WireError("Internal server error", 500, "InternalServerError"))
+async def _not_found(_scope: Scope, _receive: Receive, send: Send) -> None:
+    """FastAPI's own shape."""
+    await send_error(send, not_found())

@@ -4,6 +4,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from typing import Any
 
+from windtunnel.wire.family import WireError
+from windtunnel.wire.http import error_body
+
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
@@ -68,3 +71,8 @@ async def send_bytes(
         fields.append((b"content-type", content_type))
     await send({"type": "http.response.start", "status": status, "headers": [*headers, *fields]})
     await send({"type": "http.response.body", "body": body})
+
+
+async def send_error(send: Send, error: WireError, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
+    """An error that belongs to no family."""
+    await send_bytes(send, error.status, error_body(error), headers=headers)

@@ -1,7 +1,7 @@
 """The real-time driver: one engine, one clock, one alarm.
 
 It sleeps until the engine's next event, advances it, and hands every output to its listener in the same turn of the event
-loop: one wake-up for a whole step, not one for each token.
+loop: one wake-up for a whole step, not one for each token, and one write for each socket.
 """
 
 import asyncio
@@ -12,6 +12,17 @@ from windtunnel.core.engine import Engine
 from windtunnel.core.outputs import Refusal, StepOutput, TokenOutput
 from windtunnel.core.request import EngineRequest
 from windtunnel.serve.clock import make_alarm, now_ns
+
+
+_TOKENS_PER_TURN = 1024
+
+
+class Cork(Protocol):
+    """Holds writes back during a turn (`serve.http11.Cork`)."""
+
+    active: bool
+
+    def release(self) -> None: ...
 
 
 class Listener(Protocol):
@@ -27,11 +38,12 @@ class StepObserver(Protocol):
 class EngineDriver:
     """Owns the engine. All methods run on the event loop's thread."""
 
-    def __init__(self, engine: Engine, rank: int, loop: asyncio.AbstractEventLoop, observers: Sequence[StepObserver]) -> None:
+    def __init__(self, engine: Engine, rank: int, loop: asyncio.AbstractEventLoop, cork: Cork, observers: Sequence[StepObserver]) -> None:
         self.engine = engine
         self.rank = rank
         self.steps = 0
         self._loop = loop
+        self._cork = cork
         self._observers = tuple(observers)
         self._listeners: dict[str, Listener] = {}
         self._alarm = make_alarm(loop, self._run)
@@ -77,25 +89,43 @@ class EngineDriver:
         self._alarm.close()
 
     def _run(self) -> None:
+        """One turn: everything that is due. An engine that is as fast as possible is always due, so a turn has a limit."""
         self._soon = False
         self._at = None
         if self._closed:
             return
+        self._cork.active = True
+        try:
+            tokens = 0
+            while tokens < _TOKENS_PER_TURN and self._is_due():
+                tokens += self._advance()
+        finally:
+            self._cork.release()
+        self.wake()
+
+    def _is_due(self) -> bool:
+        at_ns = self.engine.next_event_at()
+        return at_ns is not None and at_ns <= now_ns()
+
+    def _advance(self) -> int:
+        """Run the engine once; the number of outputs, and at least 1."""
         started_ns = now_ns()
+        outputs = 1
         for step in self.engine.advance(started_ns):
             for observer in self._observers:
                 observer.on_step(self.rank, step, started_ns)
             self.steps += step.stats is not None
             if step.outputs:
                 self._deliver(step)
-        self.wake()
+                outputs += len(step.outputs)
+        return outputs
 
     def _deliver(self, step: StepOutput) -> None:
         listeners = self._listeners
         for output in step.outputs:
-            listener = listeners.get(output.request_id)
+            listener = listeners.get(output[0])
             if listener is None:
                 continue
-            if output.finish_reason is not None or output.error is not None:
-                del listeners[output.request_id]
+            if output[2] is not None or output[5] is not None:
+                del listeners[output[0]]
             listener.on_output(output)

@@ -38,6 +38,8 @@ def make_pacing(config: PacingConfig, draws: Draws) -> Pacing:
             prefill_token_ns=round(config.step_prefill_token_ns / config.time_scale),
             decode_seq_ns=round(config.step_decode_seq_ns / config.time_scale),
         )
+    if not (config.ttft_ns or config.itl_ns or config.prefill_token_ns):
+        return StepPacing(0, 0, 0)
     return RequestPacing(
         draws=draws,
         ttft=Duration(config.ttft_ns, config.ttft_std_ns, config.distribution),

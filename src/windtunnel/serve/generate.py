@@ -56,7 +56,7 @@ class GenerateRoute:
 
     async def _collect(self, generation: Generation, arrival_ns: int, scope: Scope, send: Send) -> None:
         line: ClientLine = scope[LINE]
-        end = asyncio.Event()
+        end = End(self._server.loop)
         choices = self._choices(generation, keep=True)
         answer = CollectedAnswer(choices, self._usage(generation), end.set, _counted(generation))
         error = generation.late_error
@@ -77,10 +77,11 @@ class GenerateRoute:
     async def _stream(self, generation: Generation, arrival_ns: int, scope: Scope, send: Send) -> None:
         """The refusal of a single sequence is a status; everything found later is a frame (§2.8)."""
         line: ClientLine = scope[LINE]
-        end = asyncio.Event()
+        end = End(self._server.loop)
         choices = self._choices(generation, keep=False)
-        sink, stall = line.sink(), StallTimer(self._server, line)
-        answer = StreamedAnswer(choices, self._usage(generation), end.set, self._family.encoder(generation), sink, stall, _counted(generation))
+        sink, stall = line.sink(self._server.cork), StallTimer(self._server, line)
+        encoder = self._family.encoder(generation)
+        answer = StreamedAnswer(choices, self._usage(generation), end.set, encoder, sink, stall, _counted(generation))
         job: Job | Refusal | None = None
         if len(choices) == 1 and generation.late_error is None:
             job = self._server.jobs.start(generation, answer, choices, arrival_ns)
@@ -106,13 +107,13 @@ class GenerateRoute:
         elif not line.gone:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _wait(self, job: Job, answer: Answer, scope: Scope, end: asyncio.Event) -> None:
+    async def _wait(self, job: Job, answer: Answer, scope: Scope, end: "End") -> None:
         """Until the answer has ended or the client has gone."""
         line: ClientLine = scope[LINE]
         departure = Departure(self._server, job, answer, end, self._server.seams.write_failed(scope))
         line.on_gone(departure)
         try:
-            await end.wait()
+            await end.future
         finally:
             departure()
             self._server.jobs.end(job)
@@ -135,12 +136,25 @@ class GenerateRoute:
         ]
 
 
+class End:
+    """The end of one answer, set once. A future is a fifth of the size of an `asyncio.Event`."""
+
+    __slots__ = ("future",)
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.future: asyncio.Future[None] = loop.create_future()
+
+    def set(self) -> None:
+        if not self.future.done():
+            self.future.set_result(None)
+
+
 class Departure:
     """What happens, once, when the client leaves: abort in the engine, drop later output, one log line."""
 
     __slots__ = ("_answer", "_end", "_job", "_report", "_server")
 
-    def __init__(self, server: "Server", job: Job, answer: Answer, end: asyncio.Event, report: WriteFailed) -> None:
+    def __init__(self, server: "Server", job: Job, answer: Answer, end: "End", report: WriteFailed) -> None:
         self._server = server
         self._job = job
         self._answer = answer
@@ -152,6 +166,7 @@ class Departure:
             return
         self._answer.abandon()
         self._server.seams.disconnected(self._server.jobs.drop, self._job.request_ids)
+        self._job.settle()
         tokens = self._answer.usage.completion_tokens
         self._report(self._job.response_id, f"after {tokens} tokens" if tokens else "before the first token")
         self._end.set()
@@ -170,7 +185,7 @@ class StallTimer:
     def __call__(self, stalled: bool) -> None:
         self.cancel()
         if stalled:
-            self._handle = self._server.loop.call_later(self._server.config.limits.write_deadline_ns / 1e9, self._line.sink().cut)
+            self._handle = self._server.loop.call_later(self._server.config.limits.write_deadline_ns / 1e9, self._line.cut)
 
     def cancel(self) -> None:
         if self._handle is not None:

@@ -8,47 +8,82 @@ calls with one client id cannot collide; choice `j` of `n > 1` is `<j>_<parent>`
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from windtunnel.core.outputs import FinishReason, Refusal, TokenOutput
 from windtunnel.core.request import EngineRequest, TokenSource
+from windtunnel.core.tokenizer import Tokenizer
 from windtunnel.serve.clock import now_ns
 from windtunnel.serve.driver import EngineDriver
-from windtunnel.serve.streams import Answer
+from windtunnel.serve.http11 import LANE_TEXT_MAX
+from windtunnel.serve.streams import Answer, Lane
 from windtunnel.serve.telemetry import Metrics
 from windtunnel.wire.family import Generation, WireError
 from windtunnel.wire.output import ChoiceState
+from windtunnel.wire.vllm.chunks import json_text
 
 MakeSource = Callable[[Generation, int, int], TokenSource]
 
 
 class ChoiceListener:
-    """Feeds one engine request's outputs to its choice of the answer."""
+    """Feeds one engine request's outputs to its choice of the answer.
 
-    __slots__ = ("_answer", "_choice", "_driver", "_metrics", "external_id", "request_id")
+    Most outputs of most streams are one plain token: those take the lane, where a frame costs one list append. Whatever else
+    happens goes through the choice and the encoder, and the lane is asked for anew.
+    """
 
-    def __init__(self, request: EngineRequest, answer: Answer, choice: ChoiceState, driver: EngineDriver, metrics: Metrics) -> None:
+    __slots__ = ("_answer", "_choice", "_driver", "_lane", "_lane_tokens", "_metrics", "_texts", "external_id", "request_id")
+
+    def __init__(
+        self,
+        request: EngineRequest,
+        answer: Answer,
+        choice: ChoiceState,
+        driver: EngineDriver,
+        metrics: Metrics,
+        texts: "PlainTexts",
+    ) -> None:
         self.request_id = request.request_id
         self.external_id = request.tags["external_id"]
         self._answer = answer
         self._choice = choice
         self._driver = driver
         self._metrics = metrics
+        self._texts = texts
+        self._lane: Lane | None = None
+        self._lane_tokens = 0
 
     def on_output(self, output: TokenOutput) -> None:
+        _id, token_ids, finish_reason, _stop, _cached, error, _kv = output
+        lane = self._lane
+        if lane is not None and finish_reason is None and error is None and len(token_ids) == 1:
+            text = self._texts[token_ids[0]]
+            if text is not None and lane.push(text):
+                self._lane_tokens += 1
+                return
+        self.settle()
         self._answer.on_output(self._choice, output)
-        if output.error is not None:
+        if error is not None:
             self._metrics.on_finished(self.request_id, FinishReason.ERROR, now_ns())
-        elif output.finish_reason is not None:
-            self._metrics.on_finished(self.request_id, output.finish_reason, now_ns())
+        elif finish_reason is not None:
+            self._metrics.on_finished(self.request_id, finish_reason, now_ns())
         elif self._choice.stopped_by is not None:
             self._metrics.on_finished(self.request_id, FinishReason.STOP, now_ns())
             self._driver.abort([self.request_id])
+        self._lane = self._answer.lane(self._choice)
+
+    def settle(self) -> None:
+        """Take what went through the lane into the counts."""
+        self._choice.completion_tokens += self._lane_tokens
+        self._answer.usage.completion_tokens += self._lane_tokens
+        self._lane_tokens = 0
 
     def fail(self, error: WireError) -> None:
         self._answer.fail(error)
 
     def finish_aborted(self) -> None:
         """An operator's abort by id: the front end writes the last piece itself, and nothing is counted (§3.8)."""
+        self.settle()
         self._answer.on_output(self._choice, TokenOutput(self.request_id, (), FinishReason.ABORT))
 
 
@@ -59,22 +94,49 @@ class Job:
     response_id: str
     listeners: Sequence[ChoiceListener]
 
+    def settle(self) -> None:
+        for listener in self.listeners:
+            listener.settle()
+
     @property
     def request_ids(self) -> list[str]:
         return [listener.request_id for listener in self.listeners]
+
+
+class PlainTexts(dict[int, bytes]):
+    """Token id to its JSON text, for tokens that stand for themselves and are short; None for others. Filled as tokens are met."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__()
+        self._plain = tokenizer.plain_text
+
+    def __missing__(self, token_id: int) -> Any:
+        text = self._plain[token_id] if token_id < len(self._plain) else None
+        encoded = None if text is None else json_text(text)
+        if encoded is None or len(encoded) > LANE_TEXT_MAX:
+            return None
+        self[token_id] = encoded
+        return encoded
 
 
 class Jobs:
     """All jobs at work."""
 
     def __init__(
-        self, driver: EngineDriver, metrics: Metrics, make_source: MakeSource, new_suffix: Callable[[], str], limit: int
+        self,
+        driver: EngineDriver,
+        metrics: Metrics,
+        tokenizer: Tokenizer,
+        make_source: MakeSource,
+        new_suffix: Callable[[], str],
+        limit: int,
     ) -> None:
         self._driver = driver
         self._metrics = metrics
         self._make_source = make_source
         self._new_suffix = new_suffix
         self._limit = limit
+        self._texts = PlainTexts(tokenizer)
         self._live: dict[int, Job] = {}
         self._idle = asyncio.Event()
         self.draining = False
@@ -93,7 +155,7 @@ class Jobs:
             return Job(generation.response_id, ())
         requests = list(self._requests(generation, arrival_ns))
         listeners = [
-            ChoiceListener(request, answer, choice, self._driver, self._metrics)
+            ChoiceListener(request, answer, choice, self._driver, self._metrics, self._texts)
             for request, choice in zip(requests, choices, strict=True)
         ]
         refusal = self._driver.submit(requests, listeners)

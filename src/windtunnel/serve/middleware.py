@@ -1,14 +1,18 @@
 """Pure ASGI middleware, in the order of vLLM's own stack. Nothing here sees the frames of a stream."""
 
 import hmac
+import logging
 import time
 import uuid
 from collections.abc import MutableMapping, Sequence
 from typing import Any
 
-from windtunnel.serve.asgi import Endpoint, Receive, Scope, Send, headers_of, send_bytes
+from windtunnel.serve.asgi import Endpoint, Receive, Scope, Send, headers_of, send_error
 from windtunnel.serve.telemetry import Metrics
-from windtunnel.wire.http import error_body, unauthorized
+from windtunnel.wire.family import WireError
+from windtunnel.wire.http import unauthorized
+
+log = logging.getLogger("windtunnel.serve")
 
 _GUARDED = ("/v1", "/v2", "/inference", "/cohere")
 
@@ -24,8 +28,7 @@ class ApiKeys:
         if self._keys and scope["type"] == "http" and scope["method"] != "OPTIONS" and scope["path"].startswith(_GUARDED):
             given = headers_of(scope).get("authorization", "").encode("latin-1")
             if not any(hmac.compare_digest(given, key) for key in self._keys):
-                error = unauthorized()
-                await send_bytes(send, error.status, error_body(error))
+                await send_error(send, unauthorized())
                 return
         await self._app(scope, receive, send)
 
@@ -33,12 +36,11 @@ class ApiKeys:
 class RequestIds:
     """`--enable-request-id-headers`: echo or invent X-Request-Id."""
 
-    def __init__(self, app: Endpoint, enabled: bool) -> None:
+    def __init__(self, app: Endpoint) -> None:
         self._app = app
-        self._enabled = enabled
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if not self._enabled or scope["type"] != "http":
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         request_id = headers_of(scope).get("x-request-id") or uuid.uuid4().hex
@@ -63,17 +65,23 @@ class HttpMetrics:
             await self._app(scope, receive, send)
             return
         started_s = time.perf_counter()
-        status, size = 200, 0
+        status, size, started = 200, 0, False
 
         async def watched_send(message: MutableMapping[str, Any]) -> None:
-            nonlocal status, size
+            nonlocal status, size, started
             if message["type"] == "http.response.start":
+                started = True
                 status = message["status"]
                 size = int(dict(message["headers"]).get(b"content-length", 0))
             await send(message)
 
         try:
             await self._app(scope, receive, watched_send)
+        except Exception:  # noqa: BLE001  whatever it is, the client gets the real server's generic 500
+            log.exception("a request failed inside the server")
+            if started:
+                raise
+            await send_error(watched_send, WireError("Internal server error", 500, "InternalServerError"))
         finally:
             request_bytes = int(headers_of(scope).get("content-length", "0") or 0)
             handler = scope.get("windtunnel.handler", "none")

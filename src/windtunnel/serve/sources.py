@@ -16,6 +16,7 @@ SENTENCES = (
     "If this stream ends early, somebody between us closed it.",
 )
 
+
 class SourceMaker:
     """Makes the token source of one sequence. Pure in (request, prompt index, choice index)."""
 
@@ -25,9 +26,10 @@ class SourceMaker:
         self._sentences = [tuple(tokenizer.encode(" " + text, add_special_tokens=False)) for text in SENTENCES]
 
     def __call__(self, generation: Generation, prompt_index: int, child: int) -> TokenSource:
-        recorded = generation.recorded and generation.recorded[prompt_index * generation.sampling.n + child]
-        if recorded is not None:
-            return SequenceSource(recorded)
+        recorded = generation.recorded
+        tokens = None if recorded is None else recorded[prompt_index * generation.sampling.n + child]
+        if tokens is not None:
+            return SequenceSource(tokens)
         if generation.answer_text is not None:
             return SequenceSource(self._tokenizer.encode(generation.answer_text, add_special_tokens=False))
         prompt, sampling = generation.prompts[prompt_index], generation.sampling

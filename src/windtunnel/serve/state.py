@@ -20,6 +20,7 @@ from windtunnel.serve.config import ServeConfig, UsageError, as_json
 from windtunnel.serve.driver import EngineDriver
 from windtunnel.serve.engines import engine_config, make_metrics, make_pacing
 from windtunnel.serve.flags import live_changes
+from windtunnel.serve.http11 import Cork
 from windtunnel.serve.jobs import Jobs
 from windtunnel.serve.keepalive import keep_alive
 from windtunnel.serve.seams import Seams, load
@@ -41,6 +42,7 @@ class Server:
         self.config = config
         self.loop = loop
         self.load = 0
+        self.cork = Cork()
         self.seams: Seams = load(config.faults)
         self._chance = random.Random(config.seed)
         self._ids = random.Random()
@@ -51,10 +53,10 @@ class Server:
         self.engine = VllmEngine(engine_config(config, self.tokenizer), make_pacing(config.pacing, self._chance))
         self.history = RequestHistory(config.limits.history)
         self.metrics = make_metrics(config, self.engine.config)
-        self.driver = EngineDriver(self.engine, 0, loop, (self.metrics, HistoryObserver(self.history)))
+        self.driver = EngineDriver(self.engine, 0, loop, self.cork, (self.metrics, HistoryObserver(self.history)))
         self.sources = SourceMaker(config.generation, self.tokenizer)
         self.recorded = load_recorded(config, self.tokenizer)
-        self.jobs = Jobs(self.driver, self.metrics, self._make_source, self._suffix, config.limits.open_answers)
+        self.jobs = Jobs(self.driver, self.metrics, self.tokenizer, self._make_source, self._suffix, config.limits.open_answers)
 
     def new_id(self) -> str:
         """16 hex digits. Not seeded: two servers must not give the same ids."""
@@ -139,7 +141,8 @@ def make_env(config: ServeConfig, tokenizer: Tokenizer, new_id: Callable[[], str
     )
     same_name = (
         "stream_interval", "max_logprobs", "enable_auto_tool_choice", "tool_call_parser", "reasoning_parser",
-        "enable_per_request_metrics", "enable_prompt_tokens_details", "enable_force_include_usage", "return_tokens_as_token_ids", "trust_request_chat_template",
+        "enable_per_request_metrics", "enable_prompt_tokens_details", "enable_force_include_usage", "return_tokens_as_token_ids",
+        "trust_request_chat_template",
     )
     return replace(env, max_body_bytes=config.limits.body_bytes, **{name: getattr(config, name) for name in same_name})
 
@@ -159,4 +162,5 @@ def model_defaults(config: ServeConfig, tokenizer: Tokenizer) -> dict[str, Any]:
     sampling = {name: told[name] for name in _SAMPLING_DEFAULTS if told.get(name) is not None}
     if told.get("max_new_tokens"):
         sampling["max_tokens"] = told["max_new_tokens"]
-    return {"extra_eos_token_ids": tuple(token for token in ids if token != tokenizer.eos_token_id), "default_sampling": sampling}
+    extra = tuple(token for token in ids if token != tokenizer.eos_token_id)
+    return {"extra_eos_token_ids": extra, "default_sampling": sampling}

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 
 from windtunnel.serve.jobs import Job
-from windtunnel.serve.streams import Answer
+from windtunnel.serve.streams import Answer, Lane
 from windtunnel.wire.env import Stored
 
 _FRAME_END = b"\n\n"
@@ -49,6 +49,9 @@ class EventLog:
 
     def on_writable(self, callback: Callable[[], None]) -> None:
         """Never blocked, so never called."""
+
+    def lane(self, head: bytes, tail: bytes) -> Lane:
+        raise NotImplementedError("a response encoder has no plain deltas")
 
     def close(self) -> None:
         """The run has ended well. A run that failed or was cancelled leaves its readers waiting, as in vLLM (§3.5)."""

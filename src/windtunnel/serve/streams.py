@@ -27,6 +27,16 @@ class Sink(Protocol):
 
     def on_writable(self, callback: Callable[[], None]) -> None: ...
 
+    def lane(self, head: bytes, tail: bytes) -> "Lane":
+        """The fast way for frames that differ in a short text only."""
+        ...
+
+
+class Lane(Protocol):
+    def push(self, text: bytes) -> bool:
+        """False, and nothing done, while the reader is slow."""
+        ...
+
 
 class Answer:
     """Common to streamed and collected answers: the choices, the counts and the end.
@@ -48,6 +58,10 @@ class Answer:
     @property
     def open(self) -> bool:
         return self._ended is not None
+
+    def lane(self, choice: ChoiceState) -> Lane | None:
+        """The fast way for plain one-token outputs of this choice, where there is one at the moment."""
+        return None
 
     def on_output(self, choice: ChoiceState, output: TokenOutput) -> None:
         """One engine output of one choice. Returns after whatever it makes visible has been written."""
@@ -135,6 +149,12 @@ class StreamedAnswer(Answer):
         else:
             self._sink.write(frames + self._encoder.close(self.usage))
             self._end()
+
+    def lane(self, choice: ChoiceState) -> Lane | None:
+        if not choice.plain or self._held or self._sink.blocked or not self.open:
+            return None
+        around = self._encoder.plain(choice.index)
+        return None if around is None else self._sink.lane(*around)
 
     def fail(self, error: WireError) -> None:
         if self.open:

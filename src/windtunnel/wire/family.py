@@ -80,11 +80,18 @@ class StreamEncoder(Protocol):
     """Writes the frames of one stream. Owns its spec and its own state, and nothing else.
 
     Calls come in the order `delta`* then one of `close` or `error`; nothing is called afterwards. Every call returns whole
-    frames (each ends in a blank line and leaves as one HTTP chunk). `usage` has the counts so far; read it during the call only.
+    frames (each ends in a blank line and leaves as one HTTP chunk). `usage` has the counts so far; read it in the call only.
     """
 
     def delta(self, delta: Delta, usage: Usage) -> bytes:
         """The frames for this delta (role chunks, text, the finishing chunk), or b""."""
+        ...
+
+    def plain(self, index: int) -> tuple[bytes, bytes] | None:
+        """What stands before and behind the JSON text of a plain delta of this choice, when that is all of its frame.
+
+        None while a delta needs more (a role chunk, logprobs, a parser). Asked for after each call of `delta`.
+        """
         ...
 
     def close(self, usage: Usage) -> bytes:

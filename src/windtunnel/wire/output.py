@@ -157,6 +157,14 @@ class ChoiceState:
             return None
         return self._throttle(self._record(self._slow_push(token_ids, finish_reason, stop_reason)))
 
+    @property
+    def plain(self) -> bool:
+        """Every token so far stood for itself, and nobody asks for more than its text: a caller may write tokens past this state.
+
+        It then adds them to `completion_tokens`.
+        """
+        return self._plain_only and not self._keep and self._detokenizer is None and self.finish_reason is None
+
     def result(self) -> ChoiceResult:
         """The whole choice, for an answer that is not streamed. Needs `keep=True`."""
         wanted = self._sampling.logprobs is not None

@@ -142,7 +142,7 @@ def _object(line: str, number: int) -> dict[str, Any]:
 def _match(line: Mapping[str, Any], number: int) -> tuple[str, Any]:
     unknown = set(line) - _LINE_KEYS
     if unknown:
-        raise ValueError(f"responses file, line {number}: unknown key {sorted(unknown)[0]!r}")
+        raise ValueError(f"responses file, line {number}: unknown key {min(unknown)!r}")
     match = line.get("match")
     if not isinstance(match, Mapping) or len(match) != 1 or next(iter(match)) not in _MATCHES:
         raise ValueError(f"responses file, line {number}: `match` needs exactly one of {', '.join(_MATCHES)}")
@@ -160,7 +160,7 @@ def _answer(line: Mapping[str, Any], number: int, tokenizer: Tokenizer) -> Recor
 def _tokens(choice: Mapping[str, Any], number: int, tokenizer: Tokenizer) -> tuple[int, ...]:
     unknown = set(choice) - _CHOICE_KEYS
     if unknown:
-        raise ValueError(f"responses file, line {number}: a choice has no key {sorted(unknown)[0]!r}")
+        raise ValueError(f"responses file, line {number}: a choice has no key {min(unknown)!r}")
     if "token_ids" in choice:
         return tuple(int(token) for token in choice["token_ids"])
     if "text" not in choice:

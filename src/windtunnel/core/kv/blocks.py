@@ -35,7 +35,7 @@ class BlockPool:
         self.free_blocks = num_blocks - 1
         self.version = 0
         """Grows whenever an allocation that failed might succeed: blocks were freed, or the cache gained an entry."""
-        self._collect = collect_events
+        self.collects_events = collect_events
         self._events: list[KvEvent] = []
         self._refs = array("i", bytes(4 * num_blocks))
         self._hash_of: list[bytes | None] = [None] * num_blocks
@@ -99,7 +99,7 @@ class BlockPool:
         front = self.num_blocks
         for block in reversed(blocks):
             refs[block] -= 1
-            assert refs[block] >= 0 and block != NULL_BLOCK, f"block {block} freed twice"
+            assert refs[block] >= 0, f"block {block} freed twice"
             if refs[block]:
                 continue
             if hash_of[block] is None:
@@ -109,12 +109,15 @@ class BlockPool:
                 self._link_after(self._prev[self.num_blocks], block)
         self.version += 1
 
-    def enter(self, blocks: Sequence[int], hashes: Sequence[bytes]) -> None:
-        """Enter full, computed blocks of one owner into the cache."""
-        for block, digest in zip(blocks, hashes, strict=True):
-            assert self._refs[block] and self._hash_of[block] is None, f"block {block} cannot be published"
+    def enter(self, blocks: Sequence[int], hashes: Sequence[bytes], first: int, stop: int) -> None:
+        """Enter blocks first … stop - 1 of one owner, full and computed, into the cache."""
+        for at in range(first, stop):
+            block, digest = blocks[at], hashes[at]
+            assert self._refs[block], f"block {block} has no owner"
+            assert self._hash_of[block] is None, f"block {block} is published already"
             self._hash_of[block] = digest
-            self._add_to_cache(digest, block)
+            if self._cached.setdefault(digest, block) != block:
+                self._add_copy(digest, block)
         self.version += 1
 
     def stored(
@@ -126,12 +129,8 @@ class BlockPool:
         extra_keys: tuple[ExtraKey | None, ...],
     ) -> None:
         """Publish BlockStored: consecutive blocks of one sequence, just entered or (`kv_cache_report_mode = full`) hit."""
-        if self._collect:
+        if self.collects_events:
             self._events.append(BlockStored(tuple(hashes), parent, token_ids, self.block_size, lora, extra_keys))
-
-    @property
-    def collects_events(self) -> bool:
-        return self._collect
 
     def reset(self) -> bool:
         """Forget all hashes. Succeeds only while every block is free."""
@@ -139,7 +138,7 @@ class BlockPool:
             return False
         self._hash_of = [None] * self.num_blocks
         self._cached.clear()
-        if self._collect:
+        if self.collects_events:
             self._events.append(AllBlocksCleared())
         return True
 
@@ -150,10 +149,8 @@ class BlockPool:
         events, self._events = self._events, []
         return events
 
-    def _add_to_cache(self, digest: bytes, block: int) -> None:
-        entry = self._cached.setdefault(digest, block)
-        if entry is block or entry == block:
-            return
+    def _add_copy(self, digest: bytes, block: int) -> None:
+        entry = self._cached[digest]
         if isinstance(entry, int):
             self._cached[digest] = [entry, block]
         else:
@@ -170,7 +167,7 @@ class BlockPool:
                 self._cached[digest] = entry[0]
             return
         del self._cached[digest]
-        if self._collect:
+        if self.collects_events:
             self._events.append(BlockRemoved((digest,)))
 
     def _unlink(self, block: int) -> None:
@@ -204,7 +201,7 @@ class BlockPool:
             owners.update(blocks)
         free = self.free_list()
         assert len(free) == len(set(free)) == self.free_blocks, "the free list does not match its count"
-        assert NULL_BLOCK not in owners and NULL_BLOCK not in free, "the null block is in use"
+        assert NULL_BLOCK not in (*owners, *free), "the null block is in use"
         for block in range(1, self.num_blocks):
             assert self._refs[block] == owners[block], f"block {block}: {self._refs[block]} references, {owners[block]} owners"
         assert all(not self._refs[block] for block in free), "an owned block is on the free list"

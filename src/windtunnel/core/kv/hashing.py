@@ -5,8 +5,7 @@ digests; a publisher that wants integers takes the low 64 bits (`wire_hash`).
 """
 
 import pickle
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from types import MappingProxyType
 from typing import Any
@@ -20,13 +19,13 @@ ExtraKey = tuple[str, ...]
 Digest = Callable[[Any], bytes]
 
 DEFAULT_SEED = "vllm-none-hash"
-"""What vLLM 0.33 hashes into NONE_HASH for the sha256 kinds while PYTHONHASHSEED is unset (found by matching §6.3's vectors)."""
+"""The sha256 kinds hash it into NONE_HASH while PYTHONHASHSEED is unset; found by matching the vectors of the reference."""
 
-_pickled: Callable[[Any], bytes] = partial(pickle.dumps, protocol=5)
+_PICKLE_PROTOCOL = 5
 
 
 def _sha256(value: Any) -> bytes:
-    return sha256(_pickled(value)).digest()
+    return sha256(pickle.dumps(value, _PICKLE_PROTOCOL)).digest()
 
 
 def _sha256_cbor(value: Any) -> bytes:
@@ -34,7 +33,7 @@ def _sha256_cbor(value: Any) -> bytes:
 
 
 def _xxhash(value: Any) -> bytes:
-    return xxhash.xxh3_128_digest(_pickled(value))
+    return xxhash.xxh3_128_digest(pickle.dumps(value, _PICKLE_PROTOCOL))
 
 
 def _xxhash_cbor(value: Any) -> bytes:
@@ -77,10 +76,18 @@ class BlockHasher:
 
     def prompt_hashes(self, request: EngineRequest) -> list[bytes]:
         """Hashes of all full blocks of the prompt."""
+        blocks = len(request.prompt_token_ids) // self.block_size
+        return next(self.in_parts(request, blocks)) if blocks else []
+
+    def in_parts(self, request: EngineRequest, blocks_at_once: int) -> Iterator[list[bytes]]:
+        """The same list, growing: between two parts the caller may do something more urgent."""
         hashes: list[bytes] = []
-        prompt = request.prompt_token_ids
-        self.extend(hashes, prompt, ExtraKeys(request), len(prompt) // self.block_size)
-        return hashes
+        prompt, keys, size = request.prompt_token_ids, ExtraKeys(request), self.block_size
+        blocks = len(prompt) // size
+        while (have := len(hashes)) < blocks:
+            upto = min(have + blocks_at_once, blocks)
+            self.extend(hashes, prompt[have * size : upto * size], keys, upto)
+            yield hashes
 
 
 class ExtraKeys:

@@ -29,19 +29,27 @@ class Completion:
 
     def _decode(self) -> None:
         append = self._outputs.append
-        dull = 0
         for sequence in self._step.decoding:
             quiet = sequence.quiet
-            if quiet:
+            if quiet > 1:
                 sequence.quiet = quiet - 1
                 append(next(sequence.feed))
-                dull += 1
             elif sequence.run_order >= 0 and sequence.abort_step < 0:
-                sequence.computed_at_end += 1
-                self._scheduler.kv_tokens += 1
-                self._scheduler.publish(sequence)
-                self._emit(sequence)
-        self._scheduler.kv_tokens += dull
+                self._decode_last_planned(sequence)
+            else:
+                self._scheduler.kv_tokens -= 1
+        self._scheduler.kv_tokens += len(self._step.decoding)
+
+    def _decode_last_planned(self, sequence: VllmSequence) -> None:
+        if sequence.quiet:
+            sequence.quiet = 0
+            self._outputs.append(next(sequence.feed))
+            self._scheduler.publish(sequence)
+            sequence.next_block(self._scheduler.config.block_size)
+        else:
+            sequence.computed_at_end += 1
+            self._scheduler.publish(sequence)
+            self._emit(sequence)
 
     def _prefill(self, sequence: VllmSequence, tokens: int) -> None:
         sequence.computed_at_end += tokens
@@ -59,7 +67,7 @@ class Completion:
         output = sequence.next_token(config.eos_token_id)
         self._outputs.append(output)
         if output.finish_reason is None:
-            sequence.plan_quiet(config.block_size)
+            sequence.plan(config.block_size)
             return
         self._scheduler.remove(sequence)
         detail: dict[str, int | str] = {"reason": output.finish_reason.value, "output_tokens": len(sequence.output)}
@@ -67,14 +75,9 @@ class Completion:
         self.ended.append(sequence)
 
     def _await_turns(self) -> None:
-        """Deadlines are absolute: the previous one plus a draw, so lateness never adds up."""
-        scheduler, load = self._scheduler, self._scheduler.load
-        for sequence in self._step.decoding:
-            if sequence.run_order >= 0:
-                sequence.ready_at_ns += scheduler.pacing.next_token_ns(load)
-                scheduler.await_turn(sequence, self._now_ns)
+        scheduler = self._scheduler
+        begun = [sequence for sequence, _tokens in self._step.prefilling if sequence.state is State.DECODE]
+        scheduler.await_next_tokens((*self._step.decoding, *begun), self._now_ns)
         for sequence, _tokens in self._step.prefilling:
-            if sequence.run_order >= 0:
-                if sequence.state is State.DECODE:
-                    sequence.ready_at_ns += scheduler.pacing.next_token_ns(load)
+            if sequence.state is State.PREFILL:
                 scheduler.await_turn(sequence, self._now_ns)

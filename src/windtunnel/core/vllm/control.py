@@ -20,6 +20,8 @@ class ControlState:
     sleep_level: int | None = None
     """None: awake. 0: scheduling paused only; 1: weights offloaded; 2: everything discarded."""
     frozen_until_ns: int = 0
+    thawing: bool = False
+    """The next step is the first after a freeze: deadlines that passed meanwhile are not made up for."""
     death: EngineError | None = None
 
     @property

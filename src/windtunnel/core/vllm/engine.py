@@ -11,6 +11,7 @@ follows them. So an arrival, an abort and a refusal each make `next_event_at` du
 from collections.abc import Sequence
 
 from windtunnel.core.engine import SequenceView
+from windtunnel.core.kv.hashing import BlockHasher
 from windtunnel.core.lifecycle import Event
 from windtunnel.core.outputs import EngineError, FinishReason, Refusal, StepOutput, StepStats, TokenOutput
 from windtunnel.core.pacing import Pacing
@@ -32,6 +33,7 @@ class VllmEngine:
     def __init__(self, config: VllmEngineConfig, pacing: Pacing) -> None:
         self.config = config
         self.control = ControlState()
+        self._pacing = pacing
         self._log = TransitionLog()
         self._scheduler = VllmScheduler(config, pacing, self._log)
         self._live: dict[str, VllmSequence] = {}
@@ -45,6 +47,11 @@ class VllmEngine:
         """A step must come, if only to publish gauges."""
         self._late_aborts: list[VllmSequence] = []
         self._notices: list[TokenOutput] = []
+
+    @property
+    def hasher(self) -> BlockHasher:
+        """Makes `EngineRequest.prompt_hashes`."""
+        return self._scheduler.hasher
 
     # Requests
 
@@ -159,6 +166,9 @@ class VllmEngine:
     def _start(self, due_ns: int, now_ns: int) -> bool:
         """Begin a step (or a bare report). True if it ends at the instant at which it starts."""
         self._clock_ns = due_ns if self._scheduler.pacing.lock_step else max(due_ns, now_ns)
+        if self.control.thawing:
+            self.control.thawing = False
+            self._scheduler.delay_until(self._clock_ns)
         stepping = self._publish_due or (self.control.scheduling and self._is_due())
         if not stepping:
             return True
@@ -189,6 +199,8 @@ class VllmEngine:
             self._prefill_prompt_tokens -= sequence.prompt_len
         for sequence in completion.ended:
             self._forget(sequence)
+        if self._scheduler.config is not self.config or self._scheduler.pacing is not self._pacing:
+            self._scheduler.reconfigure(self.config, self._pacing, at_ns)
         stats = self._stats(step)
         self._publish_due = bool(self._late_aborts)
         return StepOutput(at_ns, self._take_notices() + outputs, self._log.take(), stats, self._scheduler.pool.take_events())
@@ -232,7 +244,9 @@ class VllmEngine:
             raise ValueError(f"{', '.join(fixed)} cannot change while the engine runs; {', '.join(sorted(LIVE_FIELDS))} can")
         self._wake(now_ns)
         self.config = config
-        self._scheduler.reconfigure(config, pacing or self._scheduler.pacing, self._clock_ns)
+        self._pacing = pacing or self._pacing
+        if self._step is None:
+            self._scheduler.reconfigure(config, self._pacing, self._clock_ns)
 
     def pause(self, mode: PauseMode, now_ns: int) -> int:
         """`abort`: end all with notice, refuse new ones. `wait`: let them end, refuse new ones. `keep`: freeze, accept.
@@ -292,8 +306,9 @@ class VllmEngine:
         return len(victims)
 
     def freeze(self, until_ns: int) -> None:
-        """Neither start nor end a step before `until_ns`, as a hung engine with green health (vLLM #39863)."""
+        """Neither start nor end a step before `until_ns`, as a hung engine with green health (vLLM #39863). 0 thaws."""
         self.control.frozen_until_ns = until_ns
+        self.control.thawing = True
 
     # Looking in
 

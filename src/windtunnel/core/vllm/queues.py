@@ -122,22 +122,31 @@ class ReadyTimes:
     """When each running sequence next takes part in a step, for pacing by sequence. One entry for each running place."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[int, int]] = []
+        self._later: list[tuple[int, int]] = []
+        self._due: list[int] = []
+        """Places whose time had come when they were put here: they skip the heap."""
 
-    def push(self, at_ns: int, run_order: int) -> None:
-        heappush(self._heap, (at_ns, run_order))
+    def push(self, at_ns: int, run_order: int, now_ns: int) -> None:
+        if at_ns <= now_ns:
+            self._due.append(run_order)
+        else:
+            heappush(self._later, (at_ns, run_order))
 
     def next_at(self, running: dict[int, VllmSequence]) -> int | None:
-        while self._heap and self._heap[0][1] not in running:
-            heappop(self._heap)
-        return self._heap[0][0] if self._heap else None
+        """The first time; 0 for at once."""
+        while self._due:
+            if self._due[-1] in running:
+                return 0
+            self._due.pop()
+        while self._later and self._later[0][1] not in running:
+            heappop(self._later)
+        return self._later[0][0] if self._later else None
 
     def take_due(self, now_ns: int, running: dict[int, VllmSequence]) -> list[VllmSequence]:
         """The running sequences whose time has come, in the order of the running list."""
-        heap, due = self._heap, []
-        while heap and heap[0][0] <= now_ns:
-            order = heappop(heap)[1]
-            if order in running:
-                due.append(order)
+        later, due = self._later, self._due
+        self._due = []
+        while later and later[0][0] <= now_ns:
+            due.append(heappop(later)[1])
         due.sort()
-        return [running[order] for order in due]
+        return [running[order] for order in due if order in running]

@@ -6,7 +6,7 @@ head is admitted while places and budget last; the first that does not fit ends 
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import count
 
 from windtunnel.core.kv.blocks import BlockPool
@@ -41,7 +41,7 @@ class VllmScheduler:
         self._running_loras: Counter[int] = Counter()
         self._lora_slot_freed = False
         self._blocked: tuple[int, int] | None = None
-        """(pool version, running) when the head last did not fit; the same again would fail again."""
+        """(pool version, running) when the head last did not fit: the same again is no reason for a step."""
 
     # What is due
 
@@ -54,9 +54,13 @@ class VllmScheduler:
         return max(clock_ns, min(due)) if due else None
 
     def _admission_open(self) -> bool:
+        """The head might be admitted, as far as one can tell without trying."""
         if not self.waiting or len(self.running) >= self.config.max_num_seqs:
             return False
         return self._blocked != (self.pool.version, len(self.running))
+
+    def _note_blocked(self) -> None:
+        self._blocked = (self.pool.version, len(self.running))
 
     @property
     def load(self) -> float:
@@ -104,6 +108,7 @@ class VllmScheduler:
 
     def _leave_running(self, sequence: VllmSequence) -> None:
         sequence.settle()
+        sequence.roomy = False
         del self.running[sequence.run_order]
         sequence.run_order = -1
         self.kv_tokens -= sequence.computed_at_end
@@ -127,6 +132,9 @@ class VllmScheduler:
         self._schedule_running(step, now_ns)
         if not step.preemptions:
             self._admit(step, now_ns)
+        elif not self.pacing.lock_step:
+            # No time passes between steps: who was preempted must not come back before something else has changed.
+            self._note_blocked()
         step.context_tokens += self.kv_tokens + step.prefill_tokens + len(step.decoding)
 
     def _schedule_running(self, step: Step, now_ns: int) -> None:
@@ -136,7 +144,7 @@ class VllmScheduler:
             if not step.budget:
                 self._skip(due[at:], step, now_ns)
                 return
-            if sequence.quiet:
+            if sequence.roomy:
                 step.budget -= 1
                 decoding.append(sequence)
             elif not self._plan(sequence, step, now_ns):
@@ -151,6 +159,7 @@ class VllmScheduler:
         if not self._make_room(sequence, tokens, step, now_ns):
             return False
         if sequence.state is State.DECODE:
+            sequence.roomy = True
             step.budget -= 1
             step.decoding.append(sequence)
         else:
@@ -197,8 +206,17 @@ class VllmScheduler:
     def await_turn(self, sequence: VllmSequence, now_ns: int) -> None:
         """Note when a running sequence next takes part (pacing by sequence only)."""
         if not self.pacing.lock_step:
-            whole = sequence.num_tokens - sequence.computed <= 1
-            self._ready.push(sequence.ready_at_ns if whole else now_ns, sequence.run_order)
+            decoding = sequence.state is State.DECODE
+            whole = decoding or sequence.num_tokens - sequence.computed <= 1
+            self._ready.push(sequence.ready_at_ns if whole else now_ns, sequence.run_order, now_ns)
+
+    def await_next_tokens(self, sequences: Sequence[VllmSequence], now_ns: int) -> None:
+        """The same for decoding ones. Deadlines are absolute, the previous one plus a draw, so lateness never adds up."""
+        load, push, next_token_ns = self.load, self._ready.push, self.pacing.next_token_ns
+        for sequence in sequences:
+            if sequence.run_order >= 0:
+                sequence.ready_at_ns += next_token_ns(load)
+                push(sequence.ready_at_ns, sequence.run_order, now_ns)
 
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.config.block_size)
@@ -215,12 +233,14 @@ class VllmScheduler:
             self._enqueue(sequence)
 
     def _admit(self, step: Step, now_ns: int) -> None:
-        while step.budget and self._admission_open():
+        if not self._admission_open() and (self.config.reserve_full_isl or not self.pacing.lock_step):
+            return
+        while step.budget and self.waiting and len(self.running) < self.config.max_num_seqs:
             sequence = self.waiting.peek()
             if self._defer_for_lora(sequence, now_ns):
                 continue
             if not self._try_admit(sequence, step, now_ns):
-                self._blocked = (self.pool.version, len(self.running))
+                self._note_blocked()
                 return
 
     def _defer_for_lora(self, sequence: VllmSequence, now_ns: int) -> bool:
@@ -289,15 +309,16 @@ class VllmScheduler:
             self.report(sequence, 0, sequence.published)
 
     def reconfigure(self, config: VllmEngineConfig, pacing: Pacing, now_ns: int) -> None:
-        """Take new limits and a new pace; what has been drawn already stands."""
-        became_free = self.pacing.lock_step and not pacing.lock_step
+        """Take new limits and a new pace between two steps; deadlines that have been drawn stand."""
+        was_lock_step = self.pacing.lock_step
         self.config, self.pacing = config, pacing
         self._blocked, self._lora_slot_freed = None, True
-        if became_free:
-            self._ready = ReadyTimes()
-            self.delay_until(now_ns)
-            for sequence in self.running.values():
-                self.await_turn(sequence, now_ns)
+        if was_lock_step == pacing.lock_step:
+            return
+        self._ready = ReadyTimes()
+        for sequence in self.running.values():
+            sequence.ready_at_ns = now_ns
+            self.await_turn(sequence, now_ns)
 
     def delay_until(self, now_ns: int) -> None:
         """Let no deadline lie in the past: a pause is not made up for."""
@@ -311,15 +332,13 @@ class VllmScheduler:
         first, full = sequence.published, sequence.computed // self.config.block_size
         if full <= first or not self.config.enable_prefix_caching:
             return
-        hashes = sequence.block_hashes(self.hasher, full)[first:full]
-        self.pool.enter(sequence.blocks[first:full], hashes)
+        self.pool.enter(sequence.blocks, sequence.block_hashes(self.hasher, full), first, full)
         sequence.published = full
-        self.report(sequence, first, full)
+        if self.pool.collects_events:
+            self.report(sequence, first, full)
 
     def report(self, sequence: VllmSequence, first: int, stop: int) -> None:
         """Publish BlockStored for blocks first … stop - 1 of a sequence."""
-        if not self.pool.collects_events:
-            return
         size, hashes, lora = self.config.block_size, sequence.hashes, sequence.request.lora
         self.pool.stored(
             hashes[first:stop],

@@ -1,8 +1,8 @@
 """One sequence inside the vLLM engine.
 
-Most tokens are dull: no block begins or ends with them and nothing stops there. `plan_quiet` finds how many dull tokens come
-next and prepares their outputs, so that a step costs a dull sequence one countdown. While `quiet` counts down, `output` and
-`computed_at_end` stand where they will be at its end; the properties give the present.
+Most tokens are dull: nothing stops there. `plan` finds how many dull tokens come next and prepares their outputs, so that a
+step costs a dull sequence one countdown: `quiet` counts to the end of the block under way, and `beyond` are planned behind it.
+Meanwhile `output` and `computed_at_end` stand where they will be at the end of the plan; the properties give the present.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,6 +15,7 @@ from windtunnel.core.outputs import FinishReason, TokenOutput
 from windtunnel.core.request import EngineRequest
 from windtunnel.core.vllm.config import VllmEngineConfig
 
+_PLAN_TOKENS = 64
 _NO_OUTPUTS: Iterator[TokenOutput] = iter(())
 _new_output = partial(tuple.__new__, TokenOutput)
 
@@ -26,6 +27,7 @@ class VllmSequence:
         "abort_step",
         "admitted",
         "arrived",
+        "beyond",
         "blocks",
         "cached_tokens",
         "computed_at_end",
@@ -42,6 +44,7 @@ class VllmSequence:
         "ready_at_ns",
         "request",
         "request_id",
+        "roomy",
         "run_order",
         "since_ns",
         "state",
@@ -60,14 +63,17 @@ class VllmSequence:
         """Place in the running list; -1 outside."""
         self.ready_at_ns = now_ns
         self.blocks: list[int] = []
-        self.hashes: list[bytes] = []
+        self.hashes: list[bytes] = list(request.prompt_hashes)
         self.keys = ExtraKeys(request)
         self.published = 0
         """Blocks of this sequence that stand in the prefix cache."""
         self.output: list[int] = []
         self.computed_at_end = 0
         self.quiet = 0
+        self.beyond = 0
         self.feed = _NO_OUTPUTS
+        self.roomy = False
+        """Decodes, and its last block takes the next token: the scheduler need not look closer."""
         self.cached_tokens = 0
         self.admitted = False
         """Has been scheduled once; later admissions follow a preemption."""
@@ -82,15 +88,15 @@ class VllmSequence:
     @property
     def computed(self) -> int:
         """Tokens whose KV is in the blocks."""
-        return self.computed_at_end - self.quiet
+        return self.computed_at_end - self.quiet - self.beyond
 
     @property
     def output_tokens(self) -> int:
-        return len(self.output) - self.quiet
+        return len(self.output) - self.quiet - self.beyond
 
     @property
     def num_tokens(self) -> int:
-        return self.prompt_len + len(self.output) - self.quiet
+        return self.prompt_len + len(self.output) - self.quiet - self.beyond
 
     def token_slice(self, start: int, stop: int) -> tuple[int, ...]:
         """Tokens start … stop - 1 of prompt and output together."""
@@ -110,11 +116,12 @@ class VllmSequence:
         return self.hashes
 
     def settle(self) -> None:
-        """Give up the planned rest: stop reasons and blocks then see the present."""
-        if self.quiet:
-            del self.output[-self.quiet :]
-            self.computed_at_end -= self.quiet
-            self.quiet = 0
+        """Give up the plan, so that the fields give the present too."""
+        planned = self.quiet + self.beyond
+        if planned:
+            del self.output[-planned:]
+            self.computed_at_end -= planned
+            self.quiet = self.beyond = 0
             self.feed = _NO_OUTPUTS
 
     def next_token(self, eos_token_id: int | None) -> TokenOutput:
@@ -135,26 +142,36 @@ class VllmSequence:
             return FinishReason.STOP, None if token == eos and not self.request.ignore_eos else token
         return (FinishReason.LENGTH if made >= self.output_limit else None), None
 
-    def plan_quiet(self, block_size: int) -> None:
-        """After a step in which this decoding sequence was not dull: prepare the dull tokens that follow."""
-        tokens = self.num_tokens
-        filled = tokens % block_size
-        if filled < 2:
-            return
+    def next_block(self, block_size: int) -> None:
+        """The block under way is full and computed: go on with the plan, or make one."""
+        if self.beyond:
+            self.quiet = min(self.beyond, block_size)
+            self.beyond -= self.quiet
+            self.roomy = False
+        else:
+            self.plan(block_size)
+
+    def plan(self, block_size: int) -> None:
+        """After a token that nothing was planned behind: prepare the dull ones that follow."""
         made = len(self.output)
-        count = min(block_size - filled, self.output_limit - made - 1)
+        tokens = self.prompt_len + made
+        self.roomy = len(self.blocks) * block_size >= tokens
+        to_boundary = block_size - (tokens - 1) % block_size
+        count = min(max(to_boundary, _PLAN_TOKENS), self.output_limit - made - 1)
         if count < 1:
             return
         planned = self.request.source.token_ids(made, count)
         if not self.stops.isdisjoint(planned):
             planned = planned[: next(at for at, token in enumerate(planned) if token in self.stops)]
         if planned:
-            self._start_quiet(planned)
+            self._start_plan(planned, to_boundary)
 
-    def _start_quiet(self, planned: Sequence[int]) -> None:
+    def _start_plan(self, planned: Sequence[int], to_boundary: int) -> None:
+        count = len(planned)
         self.output += planned
-        self.quiet = len(planned)
-        self.computed_at_end += self.quiet
+        self.computed_at_end += count
+        self.quiet = min(count, to_boundary)
+        self.beyond = count - self.quiet
         none = repeat(None)
         fields = zip(repeat(self.request_id), zip(planned), none, none, repeat(self.cached_tokens), none, none)
         self.feed = map(_new_output, fields)

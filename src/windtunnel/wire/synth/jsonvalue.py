@@ -171,7 +171,9 @@ class _Maker:
                 self._set(out, name, flat, depth)
         for key, more in flat.get("dependentSchemas", {}).items():
             if key in out:
-                out = self._object(merge(_without(flat, "dependentSchemas", key), self._flat(_opened(more), depth + 1)), depth + 1)
+                out = self._object(
+                    merge(_without(flat, "dependentSchemas", key), self._flat(_opened(more), depth + 1)), depth + 1
+                )
         return out
 
     def _keys(self, flat: Mapping[str, Any], depth: int) -> list[str]:

@@ -43,7 +43,7 @@ def _closed(one: Mapping[str, Any], other: Mapping[str, Any]) -> Mapping[str, An
 def _types(first: Any, second: Any) -> list[str]:
     one, other = ([side] if isinstance(side, str) else list(side) for side in (first, second))
     both = [name for name in one if name in other]
-    if "integer" not in both and ("integer" in one and "number" in other or "integer" in other and "number" in one):
+    if "integer" not in both and (("integer" in one and "number" in other) or ("integer" in other and "number" in one)):
         both.append("integer")
     if not both:
         raise Impossible

@@ -29,7 +29,9 @@ class Regex:
     def __init__(self, pattern: str) -> None:
         """Raises SynthesisError for a pattern that is wrong, too long or not supported."""
         if len(pattern) > MAX_PATTERN_CHARS:
-            raise SynthesisError(f"Grammar error: a regex of {len(pattern)} characters is over the limit of {MAX_PATTERN_CHARS}")
+            raise SynthesisError(
+                f"Grammar error: a regex of {len(pattern)} characters is over the limit of {MAX_PATTERN_CHARS}"
+            )
         try:
             self._nodes: Sequence[Node] = list(sre.parse(pattern))
         except (re.error, OverflowError, RecursionError) as error:

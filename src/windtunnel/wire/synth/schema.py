@@ -36,7 +36,10 @@ def _finite(value: Any) -> bool:
 _FORMS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "enum": (lambda value: isinstance(value, list) and len(value) > 0, "a list with at least one value"),
     "required": (_names, "a list of names"),
-    "dependentRequired": (lambda value: isinstance(value, dict) and all(map(_names, value.values())), "a map to lists of names"),
+    "dependentRequired": (
+        lambda value: isinstance(value, dict) and all(map(_names, value.values())),
+        "a map to lists of names",
+    ),
     "pattern": (lambda value: isinstance(value, str), "a string"),
     "$ref": (lambda value: isinstance(value, str), "a string"),
     "minimum": (_finite, "a number"),

@@ -6,7 +6,7 @@ from windtunnel.wire.family import Family
 
 
 def families() -> Sequence[Family]:
-    """The generating families, one module each. Imported here, because they need `wire.env`, which needs this package."""
-    from windtunnel.wire.vllm import chat, completions, messages, responses
+    """The generating families, one module each. Imported here: `wire.env` needs this package's table of versions first."""
+    from windtunnel.wire.vllm import chat, chat_batch, completions, invocations, messages, responses
 
-    return (completions, chat, responses, messages)
+    return (completions, chat, chat_batch, responses, messages, invocations)

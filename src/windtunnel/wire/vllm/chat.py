@@ -410,6 +410,9 @@ class ChatEncoder:
         before = b"" if self._roles_sent else self._role_chunks()
         return before + self._full(delta)
 
+    def plain(self, index: int) -> tuple[bytes, bytes] | None:
+        return (self._heads[index], self._tail) if self._plain and self._roles_sent else None
+
     def close(self, usage: Usage) -> bytes:
         spec = self._spec
         if not spec.include_usage:

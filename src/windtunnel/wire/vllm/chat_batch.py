@@ -1,4 +1,4 @@
-"""`/v1/chat/completions/batch`: a list of conversations, one answer each; no streaming, tools or beam search (vLLM reference §1.2)."""
+"""`/v1/chat/completions/batch`: a list of conversations, one answer each; no streams, tools or beams (vLLM reference §1.2)."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal

@@ -312,6 +312,9 @@ class CompletionEncoder:
             return b"".join((self._heads[delta[0]], chunks.json_text(delta.text), self._tail))
         return self._full(delta)
 
+    def plain(self, index: int) -> tuple[bytes, bytes] | None:
+        return (self._heads[index], self._tail) if self._plain else None
+
     def close(self, usage: Usage) -> bytes:
         spec = self._spec
         if not spec.include_usage:

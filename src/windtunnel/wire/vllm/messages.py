@@ -349,6 +349,12 @@ class MessageEncoder:
             self._stop = _stop(delta.finish_reason, delta.stop_reason, self._called)
         return b"".join(frames)
 
+    def plain(self, index: int) -> tuple[bytes, bytes] | None:
+        """Text of an open text block, while no parser looks at it."""
+        if self._parser is not None or self._open != "text":
+            return None
+        return _TEXT_HEAD, b'},"index":%d}\n\n' % self._index
+
     def close(self, usage: Usage) -> bytes:
         reason, sequence = self._stop
         told = {"delta": {"stop_reason": reason, "stop_sequence": sequence}, "usage": _usage(usage, self._spec)}
@@ -407,6 +413,9 @@ _DELTAS = {
     "arguments": ("tool_use", "partial_json", "input_json_delta"),
 }
 """Block kind, member and delta type of each kind of piece."""
+
+
+_TEXT_HEAD = b'event: content_block_delta\ndata: {"type":"content_block_delta","delta":{"type":"text_delta","text":'
 
 
 def _event(kind: str, told: Mapping[str, Any]) -> bytes:

@@ -66,10 +66,7 @@ class File(TypedDict, total=False):
 
 
 UserPart = (
-    ChatCompletionContentPartTextParam
-    | ChatCompletionContentPartImageParam
-    | ChatCompletionContentPartInputAudioParam
-    | File
+    ChatCompletionContentPartTextParam | ChatCompletionContentPartImageParam | ChatCompletionContentPartInputAudioParam | File
 )
 
 

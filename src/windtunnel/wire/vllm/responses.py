@@ -356,6 +356,10 @@ class ResponseEncoder:
             frames.append(self._close_item())
         return b"".join(frames)
 
+    def plain(self, index: int) -> tuple[bytes, bytes] | None:
+        """Never: every event has a number of its own, and the text is repeated at the end."""
+        return None
+
     def close(self, usage: Usage) -> bytes:
         value = final_value(self._spec, self._output, self._finish, self._counter.total, usage)
         keep(self._spec, value)

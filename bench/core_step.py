@@ -1,0 +1,154 @@
+"""What one step costs in `core`: CPU time of pure decode steps, of a long prompt, and memory of a full prefix cache.
+
+Usage: python -m bench.core_step [--json]
+"""
+
+import argparse
+import json
+import random
+import statistics
+import time
+import tracemalloc
+from collections.abc import Callable, Iterable
+
+from windtunnel.core.kv.blocks import BlockPool
+from windtunnel.core.kv.hashing import BlockHasher
+from windtunnel.core.pacing import Duration, Pacing, RequestPacing, StepPacing
+from windtunnel.core.request import EngineRequest
+from windtunnel.core.sources import OracleSource
+from windtunnel.core.vllm import VllmEngine, VllmEngineConfig
+
+VOCABULARY = tuple((token,) for token in range(512))
+RUNS = 7
+
+
+def engine_with(sequences: int, pacing: Pacing, *, events: bool = False) -> VllmEngine:
+    """An engine in which all sequences decode; prompts differ in length, so that block ends fall into different steps."""
+    config = VllmEngineConfig(
+        num_blocks=sequences * 200 + 1,
+        max_model_len=3000,
+        max_num_seqs=sequences,
+        max_num_batched_tokens=1 << 20,
+        collect_kv_events=events,
+    )
+    engine = VllmEngine(config, pacing)
+    for number in range(sequences):
+        prompt = tuple(range(number, number + 100 + number % 61))
+        engine.submit([EngineRequest(f"cmpl-{number}-0", prompt, OracleSource(number, VOCABULARY, None), 2900, 0)], 0)
+    return engine
+
+
+def step_us(sequences: int, steps: int = 200, *, events: bool = False) -> float:
+    """Median over runs of the mean CPU time of one pure decode step, in microseconds."""
+    engine = engine_with(sequences, StepPacing(1_000_000, 0, 0), events=events)
+    engine.advance(5_000_000)
+    now_ns = 5_000_000
+
+    def run() -> float:
+        nonlocal now_ns
+        started_ns = time.process_time_ns()
+        for _ in range(steps):
+            now_ns += 1_000_000
+            (step,) = engine.advance(now_ns)
+            assert len(step.outputs) == sequences
+        return (time.process_time_ns() - started_ns) / steps / 1000
+
+    return statistics.median(run() for _ in range(RUNS))
+
+
+OWN_PACE = RequestPacing(random.Random(0), Duration(1_000_000, 300_000, "normal"), Duration(20_000_000, 5_000_000, "normal"))
+NO_TIME = RequestPacing(random.Random(0))
+
+
+def token_us(sequences: int, pacing: Pacing, tokens: int = 20_000) -> float:
+    """Under pacing by sequence: microseconds for one token, a driver waking twice a millisecond."""
+    engine = engine_with(sequences, pacing)
+    for millisecond in range(1, 40):
+        engine.advance(millisecond * 1_000_000)
+
+    def run() -> float:
+        made = 0
+        started_ns = time.process_time_ns()
+        while made < tokens:
+            at_ns = engine.next_event_at()
+            assert at_ns is not None
+            made += sum(len(step.outputs) for step in engine.advance(at_ns + 500_000))
+        return (time.process_time_ns() - started_ns) / made / 1000
+
+    return statistics.median(run() for _ in range(3))
+
+
+def long_prompt_ms(tokens: int = 100_000) -> float:
+    """Hashing a prompt and matching it against a cache that holds all of it, in milliseconds of CPU."""
+    hasher = BlockHasher("sha256", 16)
+    request = EngineRequest("r", tuple(range(tokens)), OracleSource(1, VOCABULARY, 1), 1, 0)
+    pool = BlockPool(tokens // 16 + 2, 16)
+    pool.enter(pool.allocate(tokens // 16), hasher.prompt_hashes(request), 0, tokens // 16)
+
+    def run() -> float:
+        started_ns = time.process_time_ns()
+        hashes = hasher.prompt_hashes(request)
+        assert len(pool.lookup(hashes, len(hashes))) == tokens // 16
+        return (time.process_time_ns() - started_ns) / 1e6
+
+    return statistics.median(run() for _ in range(RUNS))
+
+
+def cached_blocks_mib(blocks: int = 1_000_000) -> float:
+    """Memory of that many cached blocks with sha256 digests, in MiB."""
+    tracemalloc.start()
+    pool = BlockPool(blocks + 1, 16)
+    taken = pool.allocate(blocks)
+    for block in taken:
+        pool.enter((block,), (block.to_bytes(32, "big"),), 0, 1)
+    pool.free(taken)
+    del taken
+    used, _peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return used / 2**20
+
+
+def yardstick_us() -> float:
+    """100,000 additions in a loop: what this interpreter on this machine is worth at this moment."""
+
+    def once() -> float:
+        started_ns = time.process_time_ns()
+        total = 0
+        for number in range(100_000):
+            total += number
+        return (time.process_time_ns() - started_ns) / 1000
+
+    return min(once() for _ in range(RUNS))
+
+
+MEASURES: dict[str, Callable[[], float]] = {
+    "yardstick_us": yardstick_us,
+    "decode_step_us_256": lambda: step_us(256),
+    "decode_step_us_256_with_kv_events": lambda: step_us(256, events=True),
+    "decode_step_us_1024": lambda: step_us(1024, 60),
+    "token_us_10000_sequences_own_pace": lambda: token_us(10_000, OWN_PACE),
+    "token_us_256_sequences_as_fast_as_possible": lambda: token_us(256, NO_TIME),
+    "hash_and_match_100k_tokens_ms": long_prompt_ms,
+    "one_million_cached_blocks_mib": cached_blocks_mib,
+}
+
+
+def run(names: Iterable[str] = MEASURES) -> dict[str, float]:
+    return {name: round(MEASURES[name](), 3) for name in names}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--only", choices=MEASURES, action="append")
+    arguments = parser.parse_args()
+    results = run(arguments.only or MEASURES)
+    if arguments.json:
+        print(json.dumps(results))
+        return
+    for name, value in results.items():
+        print(f"{name:40} {value:12,.3f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""A result as files: the document itself, one self-contained HTML page, and a JUnit file.
+
+The page needs no network and no script: drawings are inline SVG, colours follow the reader's light or dark preference.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from windtunnel.lab.charts import RatePlot, Timeline, percent, rate_plot, shared_scale, timeline
+from windtunnel.lab.junit import junit_xml
+
+Document = Mapping[str, Any]
+
+RESULT_NAME = "result.json"
+REPORT_NAME = "report.html"
+JUNIT_NAME = "junit.xml"
+ARMS = ("control", "treatment")
+_VERDICT_WORDS = {
+    "confirmed": "Confirmed",
+    "refuted": "Refuted",
+    "mixed": "Mixed",
+    "inconclusive": "Inconclusive",
+}
+
+
+class DocumentError(Exception):
+    """A document that is not an experiment's result; the message names the place."""
+
+
+def schema() -> dict[str, Any]:
+    """The JSON schema of an experiment's document."""
+    text = resources.files("windtunnel.lab").joinpath("schema/experiment.schema.json").read_text("utf-8")
+    loaded: dict[str, Any] = json.loads(text)
+    return loaded
+
+
+def check_document(document: object) -> None:
+    """Raises DocumentError unless the document has all that a report needs."""
+    if not isinstance(document, dict):
+        raise DocumentError("not a JSON object")
+    missing = [key for key in schema()["required"] if key not in document]
+    if missing:
+        raise DocumentError(f"not the result of an experiment: {missing[0]!r} is missing")
+
+
+def write_all(document: Document, folder: Path) -> list[Path]:
+    """Write result.json, report.html and junit.xml; returns their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {
+        RESULT_NAME: json.dumps(document, indent=2) + "\n",
+        REPORT_NAME: html(document),
+        JUNIT_NAME: junit_xml(document),
+    }
+    for name, text in files.items():
+        (folder / name).write_text(text, "utf-8")
+    return [folder / name for name in files]
+
+
+def html(document: Document) -> str:
+    """The whole page."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("windtunnel.lab", "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["percent"] = percent
+    environment.filters["number"] = number
+    environment.filters["p_value"] = p_value
+    page = environment.get_template("report.html.jinja")
+    return page.render(
+        document=document,
+        verdict=_VERDICT_WORDS[document["verdict"]],
+        sentences=sentences(document),
+        rates=_rates(document),
+        pairs=_pairs(document),
+        findings=_grouped(document["findings"]),
+        trials=[trial for arm in ARMS for trial in document["arms"][arm]["trials"]],
+    )
+
+
+def _rates(document: Document) -> RatePlot | None:
+    return rate_plot(document["effect"])
+
+
+def _pairs(document: Document) -> list[tuple[int, list[tuple[Document, Timeline]]]]:
+    """Trials by number, each with the time lines of its arms, all on the same scales."""
+    trials = [trial for arm in ARMS for trial in document["arms"][arm]["trials"] if trial["series"]]
+    scale = shared_scale(trials)
+    numbers = sorted({trial["trial"] for trial in trials})
+    return [(number, [(one, timeline(one, scale)) for one in trials if one["trial"] == number]) for number in numbers]
+
+
+def _grouped(findings: Iterable[Document]) -> list[dict[str, Any]]:
+    """Findings of one name in one arm together, with the evidence of each trial."""
+    groups: dict[tuple[str, str], dict[str, Any]] = {}
+    for one in findings:
+        group = groups.setdefault((one["arm"], one["name"]), {**one, "trials": [], "count": 0})
+        group["trials"].append({"trial": one["trial"], "evidence": one["evidence"]})
+        group["count"] += one["count"]
+    return list(groups.values())
+
+
+def sentences(document: Document) -> list[str]:
+    """The verdict in words."""
+    out = [_per_arm(arm, document["arms"][arm]["trials"]) for arm in ARMS]
+    effect = document["effect"]
+    if effect["p_value"] is not None and effect["ci95"]:
+        low, high = effect["ci95"]
+        as_text = percent if effect.get("of") else number
+        out.append(
+            f"The difference of {effect['metric']} is {as_text(effect['difference'])}"
+            f" (95 % interval {as_text(low)} to {as_text(high)}; {effect['test']}: p {p_value(effect['p_value'])})."
+        )
+    return out
+
+
+def _per_arm(arm: str, trials: list[Document]) -> str:
+    harmed = [trial["bystanders"]["harmed"] for trial in trials]
+    sent = sum(trial["bystanders"]["sent"] for trial in trials)
+    complete, later = (sum(trial["later_streams"][key] for trial in trials) for key in ("complete", "sent"))
+    if not trials:
+        return f"{arm.capitalize()}: no trial."
+    in_trials = f"{sum(one > 0 for one in harmed)} of {len(trials)} trials"
+    return (
+        f"{arm.capitalize()} harmed bystanders in {in_trials} ({sum(harmed)} of {sent} requests)"
+        f" and completed {complete} of {later} later streams."
+    )
+
+
+def number(value: float | int | None) -> str:
+    return "–" if value is None else f"{value:g}"
+
+
+def p_value(value: float) -> str:
+    return "< 0.0001" if value < 0.0001 else f"= {value:.2g}"

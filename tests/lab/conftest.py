@@ -1,0 +1,82 @@
+"""An experiment whose arms are the fake server."""
+
+import asyncio
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from windtunnel.lab.experiment_file import Experiment, parse
+
+SERVER = Path(__file__).with_name("fake_server.py")
+
+EXPERIMENT = """\
+name = "fake"
+title = "The fake server against itself"
+trials = 2
+seed = 3
+
+[arms.control]
+text = "bystanders are harmed"
+command = '{server} --defect bystander-500 --races 2'
+log_patterns = {{ race_reports = "WARNING: DATA RACE" }}
+
+[arms.treatment]
+command = '{server}'
+log_patterns = {{ race_reports = "WARNING: DATA RACE" }}
+
+[storm]
+victims = 3
+victim = {{ max_tokens = 400 }}
+bystanders = 12
+later = 4
+sample_every = "10ms"
+quiet_deadline = "5s"
+
+[[predictions]]
+id = "harms"
+text = "Control harms somebody in every trial."
+arm = "control"
+metric = "bystanders.harmed"
+operator = ">"
+value = 0
+
+[[predictions]]
+id = "clean"
+text = "Treatment harms nobody."
+arm = "treatment"
+metric = "bystanders.harmed"
+operator = "=="
+value = 0
+
+[effect]
+metric = "bystanders.harmed"
+of = "bystanders.sent"
+"""
+
+
+def server_command(*options: str) -> str:
+    return f"{shlex.quote(sys.executable)} {shlex.quote(str(SERVER))} --port {{port}} {shlex.join(options)}".strip()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for a state; AssertionError when it has not come after thirty seconds."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        if condition():
+            return
+        await asyncio.sleep(0.001)
+    raise AssertionError("the state did not come")
+
+
+@pytest.fixture
+def text() -> str:
+    return EXPERIMENT.format(server=server_command())
+
+
+@pytest.fixture
+def experiment(text: str) -> Experiment:
+    return parse(text, "fake.toml")

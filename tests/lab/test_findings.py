@@ -1,0 +1,165 @@
+"""Each defect of the fake server raises its finding, and nothing is found without one."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from tests.lab.conftest import until
+from tests.lab.fake_server import DEFECTS, FakeServer
+
+from windtunnel.core.units import MS, S
+from windtunnel.lab.connection import How
+from windtunnel.lab.findings import KINDS, Finding, find
+from windtunnel.lab.plan import METRICS_BYSTANDER, Moment, Role, Shape, StormPlan, Trigger
+from windtunnel.lab.record import End, StormResult
+from windtunnel.lab.storm import run_storm
+from windtunnel.lab.target import make_target
+
+PLAN = StormPlan(
+    victims=4,
+    survivors=2,
+    bystanders=10,
+    later=6,
+    victim=Shape(max_tokens=400),
+    sample_every_ns=10 * MS,
+    quiet_deadline_ns=300 * MS,
+    request_timeout_ns=20 * S,
+)
+PLANS = {
+    "stale-gauge": replace(PLAN, bystander_kinds=(METRICS_BYSTANDER,)),
+    "deaf": replace(PLAN, quiet_deadline_ns=10 * S),
+    "wedge": replace(PLAN, request_timeout_ns=300 * MS, bystander_kinds=(METRICS_BYSTANDER,), survivors=0),
+}
+
+
+async def blow(plan: StormPlan, *defects: str, **options: float) -> StormResult:
+    server = FakeServer(frozenset(defects), **options)
+    port = await server.start()
+    try:
+        return await run_storm(make_target(f"http://127.0.0.1:{port}", "fake"), plan)
+    finally:
+        await server.stop()
+
+
+def names(findings: tuple[Finding, ...]) -> list[str]:
+    return [finding.name for finding in findings]
+
+
+@pytest.mark.parametrize(("defect", "finding"), DEFECTS.items())
+async def test_defect_raises_its_finding(defect: str, finding: str) -> None:
+    found = find(await blow(PLANS.get(defect, PLAN), defect))
+    assert finding in names(found)
+    assert all(one.evidence and one.count > 0 for one in found)
+
+
+async def test_clean_server_raises_nothing() -> None:
+    result = await blow(PLAN)
+    assert find(result) == ()
+    assert result.oracle
+    assert result.quiet_ns is not None
+    assert len(result.bystanders) == PLAN.bystanders
+    assert [victim.end for victim in result.of(Role.VICTIM)] == [End.LEFT] * PLAN.victims
+    assert all(stream.complete for stream in result.of(Role.SURVIVOR, Role.LATER))
+
+
+async def test_a_target_without_metrics_is_still_watched_from_its_answers() -> None:
+    result = await blow(PLAN, "no-metrics")
+    assert find(result) == ()
+    assert len(result.bystanders) == PLAN.bystanders
+    assert not any(one.harmed for one in result.bystanders)
+    assert any("leaks cannot be seen" in note for note in result.notes)
+    assert result.samples == ()
+    found = names(find(await blow(PLAN, "no-metrics", "short")))
+    assert found == ["corrupt_stream"]
+
+
+async def test_crossed_words_are_traced_to_their_owner() -> None:
+    found = {one.name: one for one in find(await blow(PLAN, "crossed"))}
+    assert "which belongs to" in found["crossed_stream"].evidence[0]
+    assert "[wt:" in found["crossed_stream"].evidence[0].split("which belongs to")[1]
+
+
+async def test_a_stale_gauge_is_not_called_a_leak() -> None:
+    found = names(find(await blow(PLANS["stale-gauge"], "stale-gauge")))
+    assert "stale_gauge" in found
+    assert not {"slot_leak", "queue_orphan", "kv_leak"} & set(found)
+
+
+async def test_work_for_nobody_is_not_called_a_leak() -> None:
+    found = names(find(await blow(replace(PLAN, victim=Shape(max_tokens=100_000)), "deaf")))
+    assert "late_cancel" in found
+    assert "slot_leak" not in found
+
+
+@pytest.mark.parametrize("how", list(How))
+@pytest.mark.parametrize(
+    ("when", "state"),
+    [
+        (Trigger(Moment.INCOMPLETE, 0), {"incomplete"}),
+        (Trigger(Moment.SENT, 0), {"sent"}),
+        (Trigger(Moment.HEAD, 0), {"head", "tokens:1"}),
+        (Trigger(Moment.TOKENS, 2), {"tokens:2", "tokens:3"}),
+    ],
+    ids=str,
+)
+async def test_victims_leave_in_the_state_that_was_asked_for(how: How, when: Trigger, state: set[str]) -> None:
+    plan = replace(PLAN, how=(how,), when=when, linger_ns=200 * MS, bystanders=0, later=0, survivors=0)
+    result = await blow(plan, itl_s=0.05)
+    assert {victim.left_in for victim in result.of(Role.VICTIM)} <= state
+    assert result.quiet_ns is not None
+    assert find(result) == ()
+
+
+async def test_victims_leave_while_queued_when_the_gauge_says_so() -> None:
+    server = FakeServer(itl_s=0.001)
+    port = await server.start()
+    plan = replace(PLAN, when=Trigger(Moment.QUEUED, 0), bystanders=0, later=0, victim=Shape(max_tokens=100_000), survivors=0)
+    try:
+        storm = asyncio.create_task(run_storm(make_target(f"http://127.0.0.1:{port}", "fake"), plan))
+        await until(lambda: server.running == plan.victims)
+        server.waiting = 3
+        await until(lambda: server.left == plan.victims)
+        server.waiting = 0
+        result = await storm
+    finally:
+        await server.stop()
+    assert all(victim.end is End.LEFT for victim in result.of(Role.VICTIM))
+
+
+async def test_held_victims_leave_together() -> None:
+    result = await blow(replace(PLAN, hold=True), spread_s=0.002)
+    victims = result.of(Role.VICTIM)
+    last_came = max(victim.frame_ns[PLAN.when.count - 1] for victim in victims)
+    assert all(victim.left_ns is not None and victim.left_ns >= last_came for victim in victims)
+
+
+async def test_non_streaming_victims_leave() -> None:
+    plan = replace(PLAN, victim=Shape(max_tokens=100_000, stream=False), when=Trigger(Moment.AFTER, 0, 30 * MS))
+    result = await blow(plan)
+    assert {victim.left_in for victim in result.of(Role.VICTIM)} == {"sent"}
+    assert find(result) == ()
+
+
+async def test_stop_ends_the_storm_with_what_there_is() -> None:
+    server = FakeServer(itl_s=0.01)
+    port = await server.start()
+    stop = asyncio.Event()
+
+    def stop_in_storm(event: object) -> None:
+        if getattr(event, "phase", "") == "storm":
+            stop.set()
+
+    plan = replace(PLAN, victim=Shape(max_tokens=100_000), when=Trigger(Moment.TOKENS, 90_000))
+    try:
+        result = await run_storm(make_target(f"http://127.0.0.1:{port}", "fake"), plan, stop=stop, on_event=stop_in_storm)
+    finally:
+        await server.stop()
+    assert result.interrupted == "stopped"
+    assert result.of(Role.LATER) == ()
+    assert find(result) == ()
+
+
+def test_every_finding_has_a_name_of_its_own_and_a_cause() -> None:
+    assert len({kind.name for kind in KINDS}) == len(KINDS)
+    assert all(kind.cause for kind in KINDS)
+    assert set(DEFECTS.values()) <= {kind.name for kind in KINDS}

@@ -1,0 +1,66 @@
+"""Kinds and gauges, read from metrics texts."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from windtunnel.lab.target import KINDS, UNKNOWN, gauges_of, parse_metrics, read_counters, read_gauges, recognise
+
+GOLDEN = Path(os.environ.get("WINDTUNNEL_GOLDEN", Path(__file__).parents[3] / "shared" / "golden")) / "vllm"
+
+SGLANG = """\
+# TYPE sglang:num_running_reqs gauge
+sglang:num_running_reqs{tp_rank="0"} 3.0
+sglang:num_queue_reqs{tp_rank="0"} 2.0
+sglang:token_usage{tp_rank="0"} 0.25
+sglang:num_prefill_inflight_queue_reqs{tp_rank="0"} 11.0
+sglang:num_transfer_failed_reqs_total{tp_rank="0"} 10.0
+"""
+
+
+def read(text: str) -> tuple[str, dict[str, float], dict[str, float]]:
+    series = parse_metrics(text)
+    kind = recognise(series)
+    return kind.name, read_gauges(series, gauges_of(kind, ())), read_counters(series, kind.counters)
+
+
+@pytest.mark.parametrize("text", [SGLANG, SGLANG.replace("sglang:", "sglang_")])
+def test_sglang(text: str) -> None:
+    kind, gauges, counters = read(text)
+    assert kind == "sglang"
+    assert gauges == {"running": 3, "waiting": 2, "kv_usage": 0.25, "num_prefill_inflight_queue_reqs": 11}
+    assert counters == {"num_transfer_failed_reqs": 10}
+
+
+def test_engines_are_added_up_and_usages_are_not() -> None:
+    text = "".join(
+        f'vllm:num_requests_running{{engine="{rank}"}} {rank + 1}\nvllm:kv_cache_usage_perc{{engine="{rank}"}} 0.{rank + 1}\n'
+        for rank in range(2)
+    )
+    assert read(text)[1] == {"running": 3, "kv_usage": 0.2}
+
+
+def test_counters_split_by_label() -> None:
+    name = "vllm:request_success_total"
+    text = f'{name}{{finished_reason="stop",engine="0"}} 2\n{name}{{finished_reason="abort"}} 1\n'
+    assert read(text)[2] == {"request_success{stop}": 2, "request_success{abort}": 1}
+
+
+def test_watched_gauges_of_an_unknown_server() -> None:
+    series = parse_metrics('my_busy_slots{x="a \\" } b"} 4 1700000000\nnonsense line\n')
+    assert recognise(series) is UNKNOWN
+    assert read_gauges(series, gauges_of(UNKNOWN, ["my_busy_slots", "absent"])) == {"my_busy_slots": 4}
+
+
+def test_kinds_have_prefixes_of_their_own() -> None:
+    assert len({kind.prefix for kind in KINDS}) == len(KINDS)
+
+
+@pytest.mark.skipif(not GOLDEN.is_dir(), reason="no golden recordings of a real vLLM (WINDTUNNEL_GOLDEN)")
+def test_metrics_of_a_real_vllm() -> None:
+    kind, gauges, counters = read((GOLDEN / "metrics_after.txt").read_text("utf-8"))
+    assert kind == "vllm"
+    assert gauges.keys() == {"running", "waiting", "kv_usage"}
+    assert counters["generation_tokens"] > 0
+    assert counters["request_success{abort}"] == 0
