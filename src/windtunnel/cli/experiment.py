@@ -51,23 +51,35 @@ def run(
     owned: Annotated[bool, typer.Option("--i-own-this-target", help="Allow arms that are not on this machine")] = False,
 ) -> None:
     """Run an experiment. Exit codes: 0 confirmed, 1 refuted or mixed, 2 usage or environment, 3 inconclusive."""
-    from windtunnel.cli.glue import fail, run_stoppable
     from windtunnel.lab.experiment import Options
+
+    commands = {arm: one for arm, one in (("control", control_cmd), ("treatment", treatment_cmd)) if one is not None}
+    options = Options(trials, seed, time_scale, commands, ready_url, owned, out)
+    raise typer.Exit(_run_and_deliver(name, options, as_json=as_json))
+
+
+def run_and_deliver(name: str, out: Path, trials: int | None) -> int:
+    """Run a built-in experiment with its own settings, print and write its results; the exit code of its verdict."""
+    from windtunnel.lab.experiment import Options
+
+    return _run_and_deliver(name, Options(trials, None, 1.0, {}, None, False, out), as_json=False)
+
+
+def _run_and_deliver(name: str, options: "Options", *, as_json: bool) -> int:
+    from windtunnel.cli.glue import fail, run_stoppable
     from windtunnel.lab.experiment_file import Environment, load
     from windtunnel.lab.target import TargetError
     from windtunnel.lab.verdict import EXIT_CODES
 
-    commands = {arm: one for arm, one in (("control", control_cmd), ("treatment", treatment_cmd)) if one is not None}
-    options = Options(trials, seed, time_scale, commands, ready_url, owned, out)
     try:
-        if out is not None:
-            out.mkdir(parents=True, exist_ok=True)
+        if options.out is not None:
+            options.out.mkdir(parents=True, exist_ok=True)
         experiment = load(name)
         document = run_stoppable(lambda stop: _run(experiment, options, stop))
     except (ValueError, OSError, TargetError, Environment) as error:
         fail(str(error))
-    _deliver(document, out, as_json=as_json)
-    raise typer.Exit(EXIT_CODES[document["verdict"]])
+    _deliver(document, options.out, as_json=as_json)
+    return EXIT_CODES[document["verdict"]]
 
 
 async def _run(experiment: "Experiment", options: "Options", stop: Any) -> dict[str, Any]:

@@ -20,4 +20,6 @@ def faults(as_json: bool = typer.Option(False, "--json", help="Print one JSON do
         typer.echo(json.dumps([asdict(entry) for entry in entries]))
         return
     for entry in entries:
-        typer.echo(f"{entry.name}\n    {entry.summary}\n    seam: {entry.seam} · models: {', '.join(entry.models)} · finding: {entry.finding}")
+        option = f" [:VALUE, {entry.option}]" if entry.option else ""
+        typer.echo(f"{entry.name}{option}\n    {entry.summary}")
+        typer.echo(f"    seam: {entry.seam} · models: {', '.join(entry.models)} · finding: {entry.finding}")

@@ -6,6 +6,12 @@ import typer
 
 from windtunnel.cli.exits import USAGE
 
+_SWITCHES = {
+    "VLLM_SERVER_DEV_MODE": "--dev-mode",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "--allow-runtime-lora-updating",
+    "VLLM_ENABLE_RESPONSES_API_STORE": "--enable-responses-store",
+    "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH": "--keep-alive-on-engine-death",
+}
 _ANY_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
@@ -35,10 +41,9 @@ def serve(context: typer.Context) -> None:
 def _environment_flags() -> list[str]:
     """The environment variables of the real server that have a flag here."""
     flags = []
-    if os.environ.get("VLLM_SERVER_DEV_MODE") == "1":
-        flags.append("--dev-mode")
-    if os.environ.get("VLLM_ENABLE_RESPONSES_API_STORE") == "1":
-        flags.append("--enable-responses-store")
+    for variable, flag in _SWITCHES.items():
+        if os.environ.get(variable, "").lower() in ("1", "true"):
+            flags.append(flag)
     if os.environ.get("VLLM_API_KEY"):
         flags += ["--api-key", os.environ["VLLM_API_KEY"]]
     return flags
@@ -47,7 +52,8 @@ def _environment_flags() -> list[str]:
 def help_text() -> str:
     from windtunnel.serve.flags import FLAGS
 
-    lines = ["usage: windtunnel serve [MODEL] [--flag value]…", "", "Flags (* can be changed at run time through POST /admin/config):"]
+    lines = ["usage: windtunnel serve [MODEL] [--flag value]…", ""]
+    lines.append("Flags (* can be changed at run time through POST /admin/config):")
     for flag in FLAGS:
         names = ", ".join(f"--{name}" for name in (flag.name, *flag.aliases))
         lines.append(f"  {names}{' *' if flag.live else ''}\n      {flag.help}")

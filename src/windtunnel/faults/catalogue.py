@@ -16,6 +16,23 @@ class CatalogueEntry:
     """The public reports that it models."""
     finding: str
     """The finding that the lab must raise."""
+    option: str = ""
+    """What may follow the name after a colon (`NAME:VALUE`), with its default; empty: nothing."""
+
+
+class UnknownFault(ValueError):
+    """No defect of this name, or one that takes no value. The message says which there are."""
+
+
+def find(text: str) -> "tuple[CatalogueEntry, str]":
+    """The entry that `NAME` or `NAME:VALUE` means, and the value."""
+    name, _, value = text.partition(":")
+    entry = CATALOGUE.get(name)
+    if entry is None:
+        raise UnknownFault(f"{name!r} is not a fault; those are {', '.join(CATALOGUE)}")
+    if value and not entry.option:
+        raise UnknownFault(f"{name!r} takes no value")
+    return entry, value
 
 
 _ENTRIES = (
@@ -34,6 +51,82 @@ _ENTRIES = (
         seam="disconnected",
         models=("vLLM #10087", "vLLM #54947"),
         finding="zombie_tokens",
+    ),
+    CatalogueEntry(
+        name="late-abort",
+        module="late_abort",
+        summary="an abort takes effect only some time after the client has gone",
+        seam="engine",
+        models=("vLLM #27901", "vLLM #54947"),
+        finding="late_cancel",
+        option="delay, default 500ms",
+    ),
+    CatalogueEntry(
+        name="stale-gauges-after-abort",
+        module="stale_gauges",
+        summary="gauges stay where they were after everything has been cancelled, until the next request",
+        seam="engine",
+        models=("vLLM #22545", "vLLM #29928"),
+        finding="stale_gauge",
+    ),
+    CatalogueEntry(
+        name="head-of-line-wedge",
+        module="head_of_line_wedge",
+        summary="the KV pool holds half a context: a longer prompt waits for ever and blocks everyone behind it",
+        seam="engine_config",
+        models=("vLLM #39734", "vLLM #35541"),
+        finding="wedged",
+    ),
+    CatalogueEntry(
+        name="engine-freeze",
+        module="engine_freeze",
+        summary="the engine falls silent after so many steps while health stays green",
+        seam="engine",
+        models=("vLLM #39863",),
+        finding="wedged",
+        option="steps, default 20",
+    ),
+    CatalogueEntry(
+        name="cut-stream",
+        module="cut_stream",
+        summary="every second stream is cut after a few frames, without terminator",
+        seam="sink",
+        models=("vLLM #22341",),
+        finding="unterminated_stream",
+        option="frames, default 3",
+    ),
+    CatalogueEntry(
+        name="error-in-stream",
+        module="error_in_stream",
+        summary="every second request fails after its first tokens, inside the 200 when it streams",
+        seam="engine",
+        models=("sglang #21900", "LightLLM #1537"),
+        finding="hidden_error",
+    ),
+    CatalogueEntry(
+        name="empty-success",
+        module="empty_success",
+        summary="every second stream is its terminator and nothing else",
+        seam="family",
+        models=("vLLM #40978", "vLLM #41929"),
+        finding="corrupt_stream",
+    ),
+    CatalogueEntry(
+        name="lost-tokens",
+        module="lost_tokens",
+        summary="every second stream loses one frame",
+        seam="family",
+        models=("vLLM #40986",),
+        finding="corrupt_stream",
+    ),
+    CatalogueEntry(
+        name="engine-death",
+        module="engine_death",
+        summary="the engine core dies after so many steps; the server follows when its watchdog has seen it",
+        seam="engine",
+        models=("vLLM #43226", "vLLM #46240"),
+        finding="unterminated_stream",
+        option="steps, default 20",
     ),
 )
 

@@ -39,8 +39,10 @@ def storm_watch() -> "Iterator[Callable[[StormEvent], None]]":
 
 @contextmanager
 def experiment_watch(title: str) -> "Iterator[Callable[[Progress], None]]":
+    from rich.markup import escape
+
     console = _console()
-    console.print(f"[bold]{title}")
+    console.print(f"[bold]{escape(title)}")
     with console.status("starting") as status:
 
         def tell(progress: "Progress") -> None:
@@ -54,8 +56,10 @@ def experiment_watch(title: str) -> "Iterator[Callable[[Progress], None]]":
 
 
 def _trial_line(trial: Mapping[str, Any]) -> str:
+    from rich.markup import escape
+
     if trial["error"]:
-        return f"[red]could not be run: {trial['error']}"
+        return f"[red]could not be run: {escape(trial['error'])}"
     bystanders, later = trial["bystanders"], trial["later_streams"]
     harmed = f"[red]{bystanders['harmed']}[/]" if bystanders["harmed"] else "0"
     return f"{harmed} of {bystanders['sent']} bystanders harmed, {later['complete']} of {later['sent']} later streams complete"
@@ -63,6 +67,8 @@ def _trial_line(trial: Mapping[str, Any]) -> str:
 
 def print_storm(document: Mapping[str, Any]) -> None:
     """A storm in words, on stdout."""
+    from rich.markup import escape
+
     console = _console(stderr=False)
     victims, bystanders, later = document["victims"], document["bystanders"], document["later_streams"]
     console.print(f"{victims['left']} of {victims['sent']} victims left; {_trial_line({**document, 'error': None})}")
@@ -70,7 +76,7 @@ def print_storm(document: Mapping[str, Any]) -> None:
     leaked = ", ".join(f"{name} {value:+g}" for name, value in document["leaked"].items() if value)
     console.print(f"leaked: {leaked or 'nothing'}; {'never quiet again' if quiet is None else f'quiet at {quiet:.2f} s'}")
     for note in document["notes"]:
-        console.print(f"[dim]note: {note}")
+        console.print(f"[dim]note: {escape(note)}")
     _print_findings(console, document["findings"])
     if victims["sent"] and not victims["left"]:
         console.print("[bold blue]inconclusive[/]: no victim left, so nothing was tried")
@@ -113,7 +119,7 @@ def _table(document: Mapping[str, Any]) -> Any:
 
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in ("arm", "trial", "bystanders harmed", "by status", "later complete", "leaked", "races"):
-        table.add_column(name, justify="left" if name in ("arm", "by status", "leaked") else "right")
+        table.add_column(name, justify="left" if name in ("arm", "by status", "leaked") else "right", no_wrap=True)
     for arm, content in document["arms"].items():
         for trial in content["trials"]:
             table.add_row(arm, str(trial["trial"]), *_cells(trial))

@@ -30,7 +30,7 @@ class ExactRoute(Route):
 
     def matches(self, scope: Any) -> Any:
         match, child_scope = super().matches(scope)
-        if match is not Match.NONE:
+        if match is Match.FULL:
             child_scope[HANDLER] = self.path
         return match, child_scope
 
@@ -54,20 +54,24 @@ class _Raw:
 def build(server: Server) -> Any:
     """The application of a vLLM server."""
     config = server.config
-    generating: Sequence[Family] = families()
-    routes = [ExactRoute(path, _generating(server, family), ["POST"]) for family in generating for path in family.paths]
+    generating: Sequence[Family] = families(config.runner, scale_out=config.enable_scale_out)
+    routes = [
+        ExactRoute(path, _generating(server, server.seams.family(family)), ["POST"])
+        for family in generating
+        for path in family.paths
+    ]
     routes += [ExactRoute(path, endpoint, methods) for path, methods, endpoint in operations.table(server)]
-    app: Any = Router(routes, default=_not_found)
+    app: Any = HttpMetrics(Router(routes, default=_not_found), metrics=server.metrics)
     app = CORSMiddleware(app, allow_origins=config.allowed_origins, allow_methods=["*"], allow_headers=["*"])
     if config.api_keys:
         app = ApiKeys(app, keys=config.api_keys)
     if config.enable_request_id_headers:
         app = RequestIds(app)
-    return server.seams.wrap_app(HttpMetrics(app, metrics=server.metrics))
+    return server.seams.wrap_app(app)
 
 
 def _generating(server: Server, family: Family) -> GenerateRoute:
-    return ResponsesRoute(server) if family is responses else GenerateRoute(server, family)
+    return (ResponsesRoute if family.name == responses.name else GenerateRoute)(server, family)
 
 
 async def _not_found(_scope: Scope, _receive: Receive, send: Send) -> None:

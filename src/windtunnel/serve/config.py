@@ -72,6 +72,8 @@ class ServerLimits:
     write_buffer_bytes: int = 256 * 1024
     write_deadline_ns: int = 60 * S
     open_answers: int = 65536
+    connections: int = 16384
+    adapters: int = 1000
     history: int = 1000
     stored_responses: int = 1000
 
@@ -87,11 +89,15 @@ class ServeConfig:
     served_model_names: tuple[str, ...] = ()
     tokenizer: str | None = None
     lora_modules: tuple[tuple[str, str], ...] = ()
+    enable_lora: bool = False
+    runtime_lora: bool = False
     seed: int = 0
     vllm_version: str = "0.33.0"
     api_keys: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     dev_mode: bool = False
+    enable_tokenizer_info_endpoint: bool = False
+    profiler_config: str | None = None
     enable_server_load_tracking: bool = False
     enable_responses_store: bool = False
     enable_scale_out: bool = False
@@ -112,6 +118,10 @@ class ServeConfig:
     stream_interval: int = 1
     sse_keep_alive_interval_ns: int = 0
     shutdown_timeout_ns: int = 0
+    shutdown_outcome: Literal["error", "clean", "hang"] = "error"
+    watchdog_ns: int = 5 * S
+    keep_alive_on_engine_death: bool = False
+    startup_ns: int = 0
     timeout_keep_alive_ns: int = 5 * S
     disable_access_log: bool = False
     ssl_certfile: str | None = None
@@ -121,6 +131,11 @@ class ServeConfig:
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     scheduler: EngineSettings = field(default_factory=EngineSettings)
     limits: ServerLimits = field(default_factory=ServerLimits)
+
+    @property
+    def lora(self) -> bool:
+        """Adapters can be served."""
+        return bool(self.lora_modules) or self.enable_lora or self.runtime_lora
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ def engine_config(config: ServeConfig, tokenizer: Tokenizer) -> VllmEngineConfig
         prefix_caching_hash_algo=settings.prefix_caching_hash_algo,
         max_num_queued_reqs=settings.max_num_queued_reqs,
         max_num_queued_tokens=settings.max_num_queued_tokens,
-        max_loras=settings.max_loras if config.lora_modules else 0,
+        max_loras=settings.max_loras if config.lora else 0,
         async_scheduling=settings.async_scheduling,
         eos_token_id=tokenizer.eos_token_id,
     )

@@ -12,12 +12,29 @@ from typing import Any
 from windtunnel.core.units import parse_duration_ns
 from windtunnel.serve.config import ServeConfig, UsageError
 from windtunnel.serve.foreign_flags import FOREIGN_FLAGS
+from windtunnel.serve.seams import resolve
 
 Parse = Callable[[Any], Any]
 
 
 def _duration(value: Any) -> int:
     return parse_duration_ns(value)
+
+
+def _seconds(value: Any) -> int:
+    """Durations of flags that the real server counts in seconds: a bare number is seconds, a text may have a unit."""
+    if isinstance(value, bool):
+        raise ValueError(f"{value!r} is not a duration")
+    try:
+        seconds = float(value)
+    except ValueError:
+        return parse_duration_ns(value)
+    if not 0 <= seconds <= _LONGEST_S:
+        raise ValueError(f"{value} is out of range: it must be between 0 and {_LONGEST_S} seconds")
+    return round(seconds * 1e9)
+
+
+_LONGEST_S = 10**9
 
 
 def _integer(low: int, high: int = 1 << 62) -> Parse:
@@ -138,17 +155,24 @@ FLAGS: tuple[Flag, ...] = (
     Flag("served-model-name", "served_model_names", _texts, "public model names; the first is used in answers", many=True),
     Flag("tokenizer", "tokenizer", _optional(_text), "folder with tokenizer.json; without it the built-in tokenizer"),
     Flag("lora-modules", "lora_modules", _lora_modules, "adapters as NAME=PATH", many=True),
+    Flag("enable-lora", "enable_lora", _boolean, "adapters may be served", switch=True),
+    Flag(
+        "allow-runtime-lora-updating", "runtime_lora", _boolean,
+        "serve the routes that load and unload adapters (also VLLM_ALLOW_RUNTIME_LORA_UPDATING=1)", switch=True,
+    ),
     Flag("seed", "seed", _COUNT, "seed of everything random"),
     Flag("vllm-version", "vllm_version", _text, "which vLLM release to imitate (0.32.0 or 0.33.0)"),
     Flag("api-key", "api_keys", _texts, "keys that protect /v1, /v2, /inference", many=True),
     Flag("allowed-origins", "allowed_origins", _json_texts, "CORS origins, as a JSON list", many=True),
     Flag("dev-mode", "dev_mode", _boolean, "serve vLLM's developer routes (also VLLM_SERVER_DEV_MODE=1)", switch=True),
+    Flag("enable-scale-out", "enable_scale_out", _boolean, "serve token-in/token-out and render routes", switch=True),
+    Flag("enable-tokenizer-info-endpoint", "enable_tokenizer_info_endpoint", _boolean, "serve /tokenizer_info", switch=True),
+    Flag("profiler-config", "profiler_config", _optional(_text), "any value: serve /start_profile and /stop_profile"),
     Flag("enable-server-load-tracking", "enable_server_load_tracking", _boolean, "count requests in /load", switch=True),
     Flag(
         "enable-responses-store", "enable_responses_store", _boolean, switch=True,
         help="keep responses for GET, background and previous_response_id (also VLLM_ENABLE_RESPONSES_API_STORE=1)",
     ),
-    Flag("enable-scale-out", "enable_scale_out", _boolean, "serve render, derender and /inference routes", switch=True),
     Flag("disable-fastapi-docs", "disable_fastapi_docs", _boolean, "no /openapi.json, /docs, /redoc", switch=True),
     Flag("runner", "runner", _choice("generate", "pooling"), "what the model does: text or vectors"),
     Flag("convert", "convert", _optional(_choice("embed", "classify")), "what a pooling model gives"),
@@ -164,9 +188,16 @@ FLAGS: tuple[Flag, ...] = (
     Flag("trust-request-chat-template", "trust_request_chat_template", _boolean, "allow chat_template in requests", switch=True),
     Flag("max-logprobs", "max_logprobs", _integer(-1), "most alternatives per token"),
     Flag("stream-interval", "stream_interval", _POSITIVE, "tokens per stream chunk"),
-    Flag("sse-keep-alive-interval", "sse_keep_alive_interval_ns", _duration, "comment frames on silent streams", live=True),
-    Flag("shutdown-timeout", "shutdown_timeout_ns", _duration, "how long SIGTERM waits for requests at work"),
-    Flag("timeout-keep-alive", "timeout_keep_alive_ns", _duration, "when idle connections are closed"),
+    Flag("sse-keep-alive-interval", "sse_keep_alive_interval_ns", _seconds, "comment frames on silent streams", live=True),
+    Flag("shutdown-timeout", "shutdown_timeout_ns", _seconds, "how long SIGTERM waits for requests at work"),
+    Flag("shutdown-outcome", "shutdown_outcome", _choice("error", "clean", "hang"), "how requests left at shutdown end"),
+    Flag("watchdog-interval", "watchdog_ns", _duration, "how often the server looks whether its engine has died"),
+    Flag(
+        "keep-alive-on-engine-death", "keep_alive_on_engine_death", _boolean,
+        "stay after the engine's death (also VLLM_KEEP_ALIVE_ON_ENGINE_DEATH=1)", switch=True,
+    ),
+    Flag("startup-duration", "startup_ns", _duration, "how long /health/ready answers 503"),
+    Flag("timeout-keep-alive", "timeout_keep_alive_ns", _seconds, "when idle connections are closed"),
     Flag("disable-access-log", "disable_access_log", _boolean, "no access log", switch=True, aliases=("disable-uvicorn-access-log",)),
     Flag("ssl-certfile", "ssl_certfile", _optional(_text), "TLS certificate"),
     Flag("ssl-keyfile", "ssl_keyfile", _optional(_text), "TLS key"),
@@ -216,6 +247,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag("write-deadline", "limits.write_deadline_ns", _duration, "how long a held-back stream may stay so before it is cut"),
     Flag("max-stored-responses", "limits.stored_responses", _POSITIVE, "most responses kept; the oldest goes first"),
     Flag("max-open-answers", "limits.open_answers", _POSITIVE, "most requests at work at once"),
+    Flag("max-connections", "limits.connections", _POSITIVE, "most connections at once; further ones are closed"),
 )
 
 _BY_NAME = {name: flag for flag in FLAGS for name in (flag.name, *flag.aliases)}
@@ -262,9 +294,18 @@ def check(config: ServeConfig) -> ServeConfig:
             f"--num-gpu-blocks-override {scheduler.num_gpu_blocks} is too small: one request of --max-model-len "
             f"{scheduler.max_model_len} needs {-(-scheduler.max_model_len // scheduler.block_size) + 1} blocks of {scheduler.block_size} tokens"
         )
+    for name in config.faults:
+        _check_fault(name)
     if bool(config.ssl_certfile) != bool(config.ssl_keyfile):
         raise UsageError("--ssl-certfile and --ssl-keyfile go together")
     return config
+
+
+def _check_fault(text: str) -> None:
+    try:
+        resolve(text)
+    except ValueError as error:
+        raise UsageError(f"--fault {error}") from None
 
 
 def apply_values(config: ServeConfig, values: Mapping[str, Any]) -> ServeConfig:

@@ -5,6 +5,7 @@ The handler owns the request and the response until the head is sent. After that
 """
 
 import asyncio
+from functools import partial
 from typing import TYPE_CHECKING
 
 from windtunnel.core.outputs import Refusal
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8")]
 _KEEP_ALIVE_FRAME = b": keep-alive\n\n"
+_LATE_REFUSALS = ("paused",)
+"""Found at engine input even for a single sequence: a streamed answer has sent its head by then (§3.8)."""
 
 
 class GenerateRoute:
@@ -79,13 +82,13 @@ class GenerateRoute:
         line: ClientLine = scope[LINE]
         end = End(self._server.loop)
         choices = self._choices(generation, keep=False)
-        sink, stall = line.sink(self._server.cork), StallTimer(self._server, line)
+        sink, stall = self._server.seams.sink(line.sink(self._server.cork)), StallTimer(self._server, line)
         encoder = self._family.encoder(generation)
         answer = StreamedAnswer(choices, self._usage(generation), end.set, encoder, sink, stall, _counted(generation))
         job: Job | Refusal | None = None
         if len(choices) == 1 and generation.late_error is None:
             job = self._server.jobs.start(generation, answer, choices, arrival_ns)
-            if isinstance(job, Refusal):
+            if isinstance(job, Refusal) and job.reason not in _LATE_REFUSALS:
                 await send_bytes(send, job.status, self._family.error_body(refused(job)))
                 return
         await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
@@ -95,12 +98,14 @@ class GenerateRoute:
             answer.fail(generation.late_error)
         elif job is None:
             job = self._server.jobs.start(generation, answer, choices, arrival_ns)
-            if isinstance(job, Refusal):
-                answer.fail(refused(job))
+        if isinstance(job, Refusal):
+            answer.fail(refused(job))
         if isinstance(job, Job):
-            keep_alive = self._server.keep_alive(answer, _KEEP_ALIVE_FRAME)
-            await self._wait(job, answer, scope, end)
-            keep_alive()
+            keep_alive = self._server.keep_alive(answer, partial(_tokens_so_far, job, answer), _KEEP_ALIVE_FRAME)
+            try:
+                await self._wait(job, answer, scope, end)
+            finally:
+                keep_alive()
         stall.cancel()
         if answer.cut:
             sink.end_cut()
@@ -191,6 +196,12 @@ class StallTimer:
         if self._handle is not None:
             self._handle.cancel()
             self._handle = None
+
+
+def _tokens_so_far(job: Job, answer: Answer) -> int:
+    """What keep-alive looks at: tokens of the fast lane are counted when they are settled."""
+    job.settle()
+    return answer.usage.completion_tokens
 
 
 def refused(refusal: Refusal) -> WireError:

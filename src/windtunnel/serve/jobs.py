@@ -140,7 +140,7 @@ class Jobs:
         self._live: dict[int, Job] = {}
         self._idle = asyncio.Event()
         self.draining = False
-        """A new job is answered with `abort` and no text (§3.9)."""
+        """Nothing new is computed: completions get `abort` and no text, other families a 500 (§3.9)."""
 
     def __len__(self) -> int:
         return len(self._live)
@@ -149,6 +149,8 @@ class Jobs:
         """Submit everything or nothing."""
         if len(self._live) >= self._limit:
             return Refusal("open_answers", f"The server already has {self._limit} open answers.")
+        if self.draining and generation.family != "completions":
+            return Refusal("draining", "cannot schedule new futures after shutdown", 500, "InternalServerError")
         if self.draining:
             for choice in choices:
                 answer.on_output(choice, TokenOutput(generation.response_id, (), FinishReason.ABORT))

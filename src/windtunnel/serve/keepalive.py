@@ -6,8 +6,10 @@ from collections.abc import Callable
 from windtunnel.serve.streams import StreamedAnswer
 
 
-def keep_alive(loop: asyncio.AbstractEventLoop, answer: StreamedAnswer, interval_ns: int, frame: bytes) -> Callable[[], None]:
-    """Write `frame` whenever an interval passes without a delta. Returns what stops it. An interval of 0 is off."""
+def keep_alive(
+    loop: asyncio.AbstractEventLoop, answer: StreamedAnswer, progress: Callable[[], int], interval_ns: int, frame: bytes
+) -> Callable[[], None]:
+    """Write `frame` whenever an interval passes without progress. Returns what stops it. An interval of 0 is off."""
     if interval_ns <= 0:
         return _nothing
     handle: asyncio.TimerHandle | None = None
@@ -15,9 +17,10 @@ def keep_alive(loop: asyncio.AbstractEventLoop, answer: StreamedAnswer, interval
 
     def tick() -> None:
         nonlocal handle, seen
-        if answer.deltas == seen:
+        done = progress()
+        if done == seen:
             answer.keep_alive(frame)
-        seen = answer.deltas
+        seen = done
         handle = loop.call_later(interval_ns / 1e9, tick)
 
     def stop() -> None:

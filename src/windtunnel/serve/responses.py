@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 class ResponsesRoute(GenerateRoute):
     """POST /v1/responses: as every family, and with `background` a run of its own."""
 
-    def __init__(self, server: "Server") -> None:
-        super().__init__(server, responses)
-
     async def _collect(self, generation: Generation, arrival_ns: int, scope: Scope, send: Send) -> None:
         if not generation.spec.background:
             await super()._collect(generation, arrival_ns, scope, send)

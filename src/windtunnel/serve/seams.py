@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from windtunnel.faults.catalogue import CATALOGUE
+from windtunnel.faults.catalogue import find
 
 log = logging.getLogger("windtunnel.serve")
 
@@ -38,6 +38,10 @@ def plain_app(app: AsgiApp) -> AsgiApp:
     return app
 
 
+def as_it_is(value: Any) -> Any:
+    return value
+
+
 def reporter_of(_scope: Any) -> WriteFailed:
     return log_disconnect
 
@@ -53,8 +57,26 @@ class Seams:
     disconnected: Callable[[Abort, Sequence[str]], bool] = disconnect_aborts
     """What a client's leaving does to its requests."""
 
+    engine_config: Callable[[Any], Any] = as_it_is
+    """From the engine's settings to those that it gets."""
+    engine: Callable[[Any], Any] = as_it_is
+    """Around the engine, as the driver and the operator routes see it."""
+    sink: Callable[[Any], Any] = as_it_is
+    """Around the `Sink` of a stream: what happens to its frames on their way out."""
+    family: Callable[[Any], Any] = as_it_is
+    """Around each API family: how a request is read and which frames a stream has."""
+
     def with_(self, **changes: Any) -> "Seams":
         return replace(self, **changes)
+
+    def around(self, **wrappers: Callable[[Any], Any]) -> "Seams":
+        """Wrap what the named seams give so far, so that several faults can stand around one thing."""
+        chained: dict[str, Any] = {name: _chain(getattr(self, name), wrapper) for name, wrapper in wrappers.items()}
+        return replace(self, **chained)
+
+
+def _chain(inner: Callable[[Any], Any], outer: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda value: outer(inner(value))
 
 
 class Fault(Protocol):
@@ -63,12 +85,18 @@ class Fault(Protocol):
     def attach(self, seams: Seams) -> Seams: ...
 
 
+def resolve(text: str) -> Fault:
+    """The defect that `NAME` or `NAME:VALUE` means. Raises ValueError that says what is wrong."""
+    entry, value = find(text)
+    module = importlib.import_module(f"windtunnel.faults.{entry.module}")
+    fault: Fault = module.FAULT.with_option(value) if value else module.FAULT
+    return fault
+
+
 def load(names: Sequence[str]) -> Seams:
-    """The seams with these faults attached. Raises KeyError for an unknown name."""
+    """The seams with these faults attached. Raises ValueError as `resolve` does."""
     seams = Seams()
     for name in names:
-        entry = CATALOGUE[name]
-        module = importlib.import_module(f"windtunnel.faults.{entry.module}")
-        seams = module.FAULT.attach(seams)
+        seams = resolve(name).attach(seams)
         log.warning("fault switched on: %s", name)
     return seams

@@ -12,6 +12,7 @@ from types import FrameType
 
 import uvicorn
 
+from windtunnel.core.vllm.control import DEATH
 from windtunnel.serve.app import build
 from windtunnel.serve.config import ServeConfig
 from windtunnel.serve.http11 import HttpLimits, protocol_class
@@ -22,6 +23,7 @@ log = logging.getLogger("windtunnel.serve")
 
 _LAST_WRITES_S = 5
 """After the drain: how long connections have to take their last bytes."""
+_FOR_EVER_NS = 1 << 62
 _GC_THRESHOLDS = (50_000, 25, 25)
 
 
@@ -29,7 +31,9 @@ class SimulatorProcess(uvicorn.Server):
     """uvicorn's server, with vLLM's two ways of stopping (§3.9) in front of its own.
 
     Without `--shutdown-timeout` requests at work end with an error (500, or an error frame). With it they run to their end,
-    the socket stays open meanwhile, and new requests get an empty answer with `finish_reason: "abort"`. A second signal stops at once.
+    the socket stays open meanwhile, and new completions get an empty answer with `finish_reason: "abort"`. What happens to
+    those that are left is `--shutdown-outcome`: `error`, `clean` (they end with `abort`) or `hang` (nothing, for as long as
+    they wait). A second signal stops at once.
     """
 
     def __init__(self, config: uvicorn.Config, simulator: Server) -> None:
@@ -47,15 +51,35 @@ class SimulatorProcess(uvicorn.Server):
             self._stopping = self._simulator.loop.create_task(self._drain_and_exit())
 
     async def _drain_and_exit(self) -> None:
-        jobs = self._simulator.jobs
-        timeout_ns = self._simulator.config.shutdown_timeout_ns
+        jobs, config = self._simulator.jobs, self._simulator.config
         log.info("stopping: %d requests at work", len(jobs))
-        if timeout_ns:
+        if config.shutdown_timeout_ns:
             jobs.draining = True
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(jobs.idle(), timeout_ns / 1e9)
-        jobs.fail_all(WireError("EngineCore encountered an issue. See stack trace for the root cause.", 500, "InternalServerError"))
+                await asyncio.wait_for(jobs.idle(), config.shutdown_timeout_ns / 1e9)
+        if config.shutdown_outcome == "hang":
+            await self._hang()
+        elif config.shutdown_outcome == "clean":
+            jobs.abort_all()
+        else:
+            jobs.fail_all(WireError(DEATH, 500, "InternalServerError"))
         self.should_exit = True
+
+    async def _hang(self) -> None:
+        """The engine has gone without a word: the port is closed and clients at work wait until they give up (vLLM #24885)."""
+        for server in self.servers:
+            server.close()
+        self._simulator.engine.freeze(_FOR_EVER_NS)
+        await self._simulator.jobs.idle()
+
+    async def watch(self) -> None:
+        """vLLM's watchdog: looks every few seconds whether the engine has died, and then ends the server (§3.9)."""
+        config = self._simulator.config
+        while not self.should_exit:
+            await asyncio.sleep(config.watchdog_ns / 1e9)
+            if self._simulator.dead and not config.keep_alive_on_engine_death:
+                log.error("the engine is dead: stopping")
+                self.should_exit = True
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -91,9 +115,11 @@ async def serve(config: ServeConfig) -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(*_GC_THRESHOLDS)
+    watchdog = asyncio.create_task(process.watch())
     try:
         await process.serve()
     finally:
+        watchdog.cancel()
         server.close()
 
 

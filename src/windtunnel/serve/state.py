@@ -13,6 +13,7 @@ from windtunnel.core.history import RequestHistory
 from windtunnel.core.outputs import StepOutput
 from windtunnel.core.request import Lora
 from windtunnel.core.tokenizer import BuiltinTokenizer, Tokenizer
+from windtunnel.core.vllm.config import VllmEngineConfig
 from windtunnel.core.vllm.engine import VllmEngine
 from windtunnel.serve import asgi
 from windtunnel.serve.clock import now_ns
@@ -23,6 +24,7 @@ from windtunnel.serve.flags import live_changes
 from windtunnel.serve.http11 import Cork
 from windtunnel.serve.jobs import Jobs
 from windtunnel.serve.keepalive import keep_alive
+from windtunnel.serve.operator import OperatorState
 from windtunnel.serve.seams import Seams, load
 from windtunnel.serve.sources import SourceMaker
 from windtunnel.serve.stored import BackgroundRuns, StoredResponses
@@ -43,6 +45,10 @@ class Server:
         self.loop = loop
         self.load = 0
         self.cork = Cork()
+        self.operator = OperatorState(len(config.lora_modules))
+        self.kv_event_sources: dict[str, Any] = {}
+        """What `/kv_event_sources` says: publisher settings for each rank; empty while KV events are off."""
+        self._ready_ns = now_ns() + config.startup_ns
         self.seams: Seams = load(config.faults)
         self._chance = random.Random(config.seed)
         self._ids = random.Random()
@@ -50,7 +56,9 @@ class Server:
         self.stored = StoredResponses(config.limits.stored_responses)
         self.background = BackgroundRuns(config.limits.stored_responses)
         self.env = make_env(config, self.tokenizer, self.new_id, self.stored)
-        self.engine = VllmEngine(engine_config(config, self.tokenizer), make_pacing(config.pacing, self._chance))
+        self.engine: VllmEngine = self.seams.engine(
+            VllmEngine(self._engine_config(config), make_pacing(config.pacing, self._chance))
+        )
         self.history = RequestHistory(config.limits.history)
         self.metrics = make_metrics(config, self.engine.config)
         self.driver = EngineDriver(self.engine, 0, loop, self.cork, (self.metrics, HistoryObserver(self.history)))
@@ -62,6 +70,20 @@ class Server:
         """16 hex digits. Not seeded: two servers must not give the same ids."""
         return f"{self._ids.getrandbits(64):016x}"
 
+    @property
+    def dead(self) -> bool:
+        """The engine core has died."""
+        return self.engine.control.death is not None
+
+    @property
+    def ready(self) -> bool:
+        """`--startup-duration` has passed."""
+        return now_ns() >= self._ready_ns
+
+    async def idle_or_resumed(self) -> None:
+        """Until no job is at work or the operator has resumed the engine."""
+        await self.operator.idle_or_resumed(asyncio.ensure_future(self.jobs.idle()))
+
     async def body(self, receive: asgi.Receive) -> bytes:
         """A bounded request body; raises WireError (413, 408) or ClientGone."""
         limits = self.config.limits
@@ -72,13 +94,13 @@ class Server:
         except asgi.BodyTimeout:
             raise WireError("The request body did not arrive in time.", 408, "RequestTimeout") from None
 
-    def keep_alive(self, answer: StreamedAnswer, frame: bytes) -> Callable[[], None]:
-        return keep_alive(self.loop, answer, self.config.sse_keep_alive_interval_ns, frame)
+    def keep_alive(self, answer: StreamedAnswer, progress: Callable[[], int], frame: bytes) -> Callable[[], None]:
+        return keep_alive(self.loop, answer, progress, self.config.sse_keep_alive_interval_ns, frame)
 
     def reconfigure(self, changes: dict[str, Any]) -> None:
         """All of `changes` or, with UsageError, none."""
         config = live_changes(self.config, changes)
-        self.engine.reconfigure(engine_config(config, self.tokenizer), make_pacing(config.pacing, self._chance), now_ns=now_ns())
+        self.engine.reconfigure(self._engine_config(config), make_pacing(config.pacing, self._chance), now_ns=now_ns())
         self.sources = SourceMaker(config.generation, self.tokenizer)
         self.config = config
         self.driver.wake()
@@ -89,6 +111,10 @@ class Server:
 
     def close(self) -> None:
         self.driver.close()
+
+    def _engine_config(self, config: ServeConfig) -> VllmEngineConfig:
+        changed: VllmEngineConfig = self.seams.engine_config(engine_config(config, self.tokenizer))
+        return changed
 
     def _make_source(self, *args: Any) -> Any:
         return self.sources(*args)

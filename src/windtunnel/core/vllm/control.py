@@ -9,7 +9,7 @@ PauseMode = Literal["abort", "wait", "keep"]
 PAUSE_MODES: tuple[PauseMode, ...] = ("abort", "wait", "keep")
 DEATH = "EngineCore encountered an issue. See stack trace (above) for the root cause."
 BUSY = "The engine is currently busy and cannot accept new requests. Please try again later or on a different instance."
-PAUSED = "Engine is paused and cannot accept new requests."
+PAUSED = "The engine is paused and takes no new requests. Please retry after it has been resumed."
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class ControlState:
     def refusal(self) -> Refusal | None:
         """Why nothing new is taken, or None."""
         if self.death is not None:
-            return Refusal("dead", self.death.message, self.death.status)
+            return Refusal("dead", self.death.message, self.death.status, self.death.kind)
         if self.paused in ("abort", "wait"):
-            return Refusal("paused", PAUSED, 503)
+            return Refusal("paused", PAUSED, 503, "ServiceUnavailableError")
         return None

@@ -174,7 +174,7 @@ def plan_request(request: MessagesRequest, headers: Mapping[str, str], env: Serv
     """The same from a request model that has been read already (render routes)."""
     try:
         models.resolve(request.model, env)
-        planned = chat.plan_request(_chat_request(request, env), headers, env)
+        planned = chat.plan_request(chat_request(request, env), headers, env)
     except WireError as error:
         raise _named_error(error, env) from None
     inner: chat.ChatSpec = planned.spec
@@ -196,7 +196,7 @@ def count_tokens(body: bytes, headers: Mapping[str, str], env: ServerEnv) -> tup
     try:
         request = http.read_model(CountTokensRequest, body, headers)
         models.resolve(request.model, env)
-        asked = _chat_request(request, env)
+        asked = chat_request(request, env)
         _conversation, planned = chat.render(asked.messages, asked, env)
     except WireError as error:
         return error.status, error_body(_named_error(error, env))
@@ -204,7 +204,7 @@ def count_tokens(body: bytes, headers: Mapping[str, str], env: ServerEnv) -> tup
     return 200, http.dumps({"input_tokens": count, "context_management": {"original_input_tokens": count}})
 
 
-def _chat_request(request: MessagesRequest | CountTokensRequest, env: ServerEnv) -> chat.ChatCompletionRequest:
+def chat_request(request: MessagesRequest | CountTokensRequest, env: ServerEnv) -> chat.ChatCompletionRequest:
     """The chat request that says the same. Its parts have been validated, so nothing is validated again."""
     values: dict[str, Any] = {
         "model": request.model,

@@ -53,7 +53,7 @@ def plan_request(request: ResponsesRequest, headers: Mapping[str, str], env: Ser
     messages = [*_previous(request, env), *conversation(request.input)]
     told = [{"role": "system", "content": request.instructions}, *messages] if request.instructions else messages
     without_id = {key: value for key, value in headers.items() if key != "x-request-id"}
-    planned = chat.plan_request(_chat_request(request, told, env), without_id, env)
+    planned = chat.plan_request(chat_request(request, told, env), without_id, env)
     prompt_tokens = len(planned.prompts[0].token_ids)
     if prompt_tokens >= env.max_model_len:
         raise WireError(f"The prompt has {prompt_tokens} tokens; the context has {env.max_model_len}", kind=INVALID_REQUEST, param="input")
@@ -107,7 +107,7 @@ def check_cancellable(stored: Stored) -> None:
         raise WireError("Cannot cancel a synchronous response.", 400, INVALID_REQUEST, "response_id")
 
 
-def _chat_request(request: ResponsesRequest, messages: Sequence[Mapping[str, Any]], env: ServerEnv) -> chat.ChatCompletionRequest:
+def chat_request(request: ResponsesRequest, messages: Sequence[Mapping[str, Any]], env: ServerEnv) -> chat.ChatCompletionRequest:
     """The chat request that says the same. Its parts have been validated, so nothing is validated again."""
     same_name = (
         "model", "parallel_tool_calls", "stream", "temperature", "top_p", "top_k", "min_p", "skip_special_tokens", "logit_bias",

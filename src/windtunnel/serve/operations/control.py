@@ -1,0 +1,142 @@
+"""What an operator does to requests and to the engine: abort, pause, sleep, reset caches (§1.3, §1.4, §3.8)."""
+
+from typing import Any
+
+from windtunnel.core.vllm.control import PAUSE_MODES, PauseMode
+from windtunnel.serve.clock import now_ns
+from windtunnel.serve.operations.endpoint import Call, Reply, Rule, empty, get, json_reply, post
+from windtunnel.serve.state import Server
+from windtunnel.wire.family import WireError
+from windtunnel.wire.http import BAD_REQUEST, parse_json, read_json
+
+_SCALE_OUT_OFF = "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out to enable them."
+_SLEEP_LEVELS = range(3)
+
+
+def _wanted(body: Any) -> list[str]:
+    ids = body.get("request_ids", []) if isinstance(body, dict) else None
+    if not isinstance(ids, list) or not all(isinstance(request_id, str) for request_id in ids):
+        raise WireError("request_ids must be a list of engine request ids (strings).", kind=BAD_REQUEST, param="body.request_ids")
+    return ids
+
+
+def _abort_requests(server: Server, call: Call) -> Reply:
+    """Developer route: an empty list aborts everything; with ids the answer counts what was asked for, matched or not."""
+    wanted = _wanted(parse_json(call.body) if call.body else {})
+    if not wanted:
+        return json_reply({"status": "aborted", "aborted": server.jobs.abort_all()})
+    server.jobs.abort_by_id(wanted)
+    return json_reply({"status": "aborted", "aborted": len(wanted)})
+
+
+def _scale_out_abort(server: Server, call: Call) -> Reply:
+    """200 with nothing in it, whatever matched; an empty list matches nothing."""
+    server.jobs.abort_by_id(_wanted(read_json(call.body, call.headers)))
+    return Reply()
+
+
+def forbidden(_server: Server, _call: Call) -> Reply:
+    raise WireError(_SCALE_OUT_OFF, 403, "PermissionDeniedError")
+
+
+def _mode(call: Call) -> PauseMode:
+    mode = call.query.get("mode", "abort")
+    for known in PAUSE_MODES:
+        if mode == known:
+            return known
+    raise WireError(f"mode is {mode!r}: must be one of {', '.join(PAUSE_MODES)}", kind=BAD_REQUEST, param="query.mode")
+
+
+def _flag(call: Call, name: str, default: bool) -> bool:
+    text = call.query.get(name, str(default)).lower()
+    if text not in ("true", "1", "yes", "on", "false", "0", "no", "off"):
+        raise WireError(f"{name} is {text!r}: must be true or false", kind=BAD_REQUEST, param=f"query.{name}")
+    return text in ("true", "1", "yes", "on")
+
+
+async def _pause(server: Server, call: Call) -> Reply:
+    mode, clear_cache = _mode(call), _flag(call, "clear_cache", True)
+    server.engine.pause(mode, now_ns())
+    server.driver.wake()
+    if mode == "wait":
+        await server.idle_or_resumed()
+    if clear_cache and mode != "keep":
+        _reset(server, reset_running=False)
+    return json_reply({"status": "paused"})
+
+
+def _resume(server: Server, _call: Call) -> Reply:
+    server.engine.resume(now_ns())
+    server.driver.wake()
+    server.operator.resumed()
+    return json_reply({"status": "resumed"})
+
+
+def _is_paused(server: Server, _call: Call) -> Reply:
+    return json_reply({"is_paused": server.engine.control.paused is not None})
+
+
+async def _sleep(server: Server, call: Call) -> Reply:
+    """Pauses by `mode`, then drops the KV cache; weights are discarded from level 2 on."""
+    level, mode = call.query.get("level", "1"), _mode(call)
+    if not level.isascii() or not level.isdigit() or int(level) not in _SLEEP_LEVELS:
+        raise WireError(f"level is {level!r}: must be 0, 1 or 2", kind=BAD_REQUEST, param="query.level")
+    if mode == "wait":
+        server.engine.pause(mode, now_ns())
+        server.driver.wake()
+        await server.idle_or_resumed()
+    server.engine.sleep(int(level), now_ns(), mode)
+    server.driver.wake()
+    server.metrics.on_sleep(server.driver.rank, server.engine.control.sleep_state)
+    return json_reply({"status": "sleeping", "level": int(level)})
+
+
+def _wake_up(server: Server, call: Call) -> Reply:
+    """Waking only a part (`tags`) leaves the engine asleep until `kv_cache` or everything is asked for."""
+    tags = call.query.get("tags")
+    if tags is None or tags == "kv_cache":
+        server.engine.wake(now_ns())
+        server.driver.wake()
+        server.operator.resumed()
+        server.metrics.on_sleep(server.driver.rank, server.engine.control.sleep_state)
+    status = "awake" if server.engine.control.sleep_level is None else "sleeping"
+    return json_reply({"status": status, "tags": None if tags is None else [tags]})
+
+
+def _is_sleeping(server: Server, _call: Call) -> Reply:
+    return json_reply({"is_sleeping": server.engine.control.sleep_level is not None})
+
+
+def _reset_prefix_cache(server: Server, call: Call) -> Reply:
+    reset_running = _flag(call, "reset_running_requests", False)
+    _flag(call, "reset_external", False)
+    return json_reply({"success": _reset(server, reset_running=reset_running)})
+
+
+def _release_kv_cache_memory(server: Server, _call: Call) -> Reply:
+    """Frees what nobody uses; without the cache being free nothing is released."""
+    _reset(server, reset_running=False)
+    return Reply()
+
+
+def _reset(server: Server, *, reset_running: bool) -> bool:
+    done = server.engine.reset_prefix_cache(now_ns(), reset_running=reset_running)
+    server.driver.wake()
+    return done
+
+
+SCALE_OUT: tuple[Rule, ...] = (post("/inference/v1/abort_requests", _scale_out_abort),)
+SCALE_OUT_OFF: tuple[Rule, ...] = (post("/inference/v1/abort_requests", forbidden),)
+DEVELOPER: tuple[Rule, ...] = (
+    post("/abort_requests", _abort_requests),
+    post("/pause", _pause),
+    post("/resume", _resume),
+    get("/is_paused", _is_paused),
+    post("/sleep", _sleep),
+    post("/wake_up", _wake_up),
+    get("/is_sleeping", _is_sleeping),
+    post("/reset_prefix_cache", _reset_prefix_cache),
+    post("/reset_mm_cache", empty),
+    post("/reset_encoder_cache", empty),
+    post("/release_kv_cache_memory", _release_kv_cache_memory),
+)

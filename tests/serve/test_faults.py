@@ -1,0 +1,171 @@
+"""Each planted defect shows from outside, and without it nothing shows."""
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+
+import pytest
+from tests.serve.live import LiveServer, RawClient, live, request_bytes
+from tests.serve.test_operations import BODY, call
+
+from windtunnel.faults.catalogue import CATALOGUE, UnknownFault, find
+from windtunnel.serve.config import UsageError
+from windtunnel.serve.flags import parse_args
+
+Symptom = Callable[[LiveServer], Awaitable[bool]]
+
+
+async def stream(server: LiveServer, **changes: object) -> bytes:
+    client = await RawClient.connect(server.port)
+    client.send(request_bytes("/v1/completions", BODY | {"stream": True, "max_tokens": 8} | changes, extra="Connection: close\r\n"))
+    try:
+        return await client.read_all()
+    except ConnectionResetError:
+        return b""
+
+
+async def cancelled(server: LiveServer) -> None:
+    """One stream whose client leaves after its first token."""
+    client = await RawClient.connect(server.port)
+    client.send(request_bytes("/v1/completions", BODY | {"stream": True}))
+    await client.read_until(b"data: ")
+    await server.until(lambda: server.published() == 1)
+    client.leave("rst")
+
+
+async def zombie(server: LiveServer) -> bool:
+    server.server.reconfigure({"itl": "1h"})
+    await cancelled(server)
+    await server.until(lambda: not server.server.jobs)
+    await turns()
+    return server.states() == ["decode"]
+
+
+async def turns() -> None:
+    """Let the loop turn so often that whatever is due has been done: steps here take no time."""
+    for _ in range(200):
+        await asyncio.sleep(0)
+
+
+async def stale(server: LiveServer) -> bool:
+    server.server.reconfigure({"itl": "1h"})
+    await cancelled(server)
+    await server.until(lambda: not server.states())
+    await turns()
+    return server.published() == 1
+
+
+async def wedge(server: LiveServer) -> bool:
+    big = await RawClient.connect(server.port)
+    big.send(request_bytes("/v1/completions", {"model": "wt-model", "prompt": [7] * 40, "max_tokens": 4, "ignore_eos": True}))
+    await server.until(lambda: server.states() == ["queued"] or bool(server.gauge("vllm:request_success_total")))
+    small = await RawClient.connect(server.port)
+    small.send(request_bytes("/v1/completions", {"model": "wt-model", "prompt": [7] * 4, "max_tokens": 4, "ignore_eos": True}))
+    await server.until(lambda: len(server.states()) == 2 or server.gauge("vllm:request_success_total") == 2)
+    await turns()
+    stuck = server.states() == ["queued", "queued"] and (await call(server, "GET", "/health"))[0] == 200
+    big.leave("fin")
+    await server.until(lambda: server.gauge("vllm:request_success_total") >= 1 and not server.states())
+    return stuck
+
+
+async def freeze(server: LiveServer) -> bool:
+    client = await RawClient.connect(server.port)
+    client.send(request_bytes("/v1/completions", BODY | {"stream": True}))
+    frozen = server.server.engine.control
+    await server.until(lambda: frozen.frozen_until_ns > 0 or bool(server.gauge("vllm:request_success_total")))
+    await turns()
+    return server.states() == ["decode"] and (await call(server, "GET", "/health"))[0] == 200
+
+
+async def death(server: LiveServer) -> bool:
+    answer = await stream(server, max_tokens=50)
+    health = (await call(server, "GET", "/health"))[0]
+    after = (await call(server, "POST", "/v1/completions", BODY))[0]
+    return (answer.count(b"InternalServerError"), answer.count(b"[DONE]"), health, after) == (1, 1, 503, 500)
+
+
+async def cut(server: LiveServer) -> bool:
+    first, second = await stream(server), await stream(server)
+    assert first.endswith(b"0\r\n\r\n")
+    return not second.endswith(b"0\r\n\r\n")
+
+
+async def error(server: LiveServer) -> bool:
+    first, second = await stream(server), await stream(server)
+    assert first.count(b'"finish_reason":"length"') == 1
+    server.server.engine.check_integrity()
+    return second.startswith(b"HTTP/1.1 200") and b'"error"' in second and second.count(b"[DONE]") == 1
+
+
+async def empty(server: LiveServer) -> bool:
+    first, second = await stream(server), await stream(server)
+    assert b"choices" in first
+    return second.startswith(b"HTTP/1.1 200") and b"choices" not in second and second.count(b"data: [DONE]") == 1
+
+
+async def lost(server: LiveServer) -> bool:
+    first, second = await stream(server), await stream(server)
+    assert first.count(b"data: ") == 9
+    return second.count(b"data: ") == 8
+
+
+async def late(server: LiveServer) -> bool:
+    server.server.reconfigure({"itl": "1h"})
+    await cancelled(server)
+    await server.until(lambda: not server.server.jobs)
+    await turns()
+    return server.states() == ["decode"]
+
+
+CASES: dict[str, tuple[str, Symptom, dict[str, object]]] = {
+    "deaf-to-disconnect": ("deaf-to-disconnect", zombie, {}),
+    "late-abort": ("late-abort:1h", late, {}),
+    "stale-gauges-after-abort": ("stale-gauges-after-abort", stale, {}),
+    "head-of-line-wedge": ("head-of-line-wedge", wedge, {"scheduler__max_model_len": 64, "scheduler__num_gpu_blocks": 64}),
+    "engine-freeze": ("engine-freeze:5", freeze, {}),
+    "engine-death": ("engine-death:5", death, {}),
+    "cut-stream": ("cut-stream", cut, {}),
+    "error-in-stream": ("error-in-stream", error, {}),
+    "empty-success": ("empty-success", empty, {}),
+    "lost-tokens": ("lost-tokens", lost, {}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("planted", [True, False], ids=["planted", "without"])
+async def test_the_symptom_shows_with_the_fault_and_only_then(name: str, planted: bool) -> None:
+    fault, symptom, options = CASES[name]
+    async with live(faults=(fault,) if planted else (), **options) as server:
+        assert await symptom(server) is planted
+
+
+def test_every_fault_has_a_case() -> None:
+    assert set(CATALOGUE) == {*CASES, "response-object-reuse"}
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_faults_load_and_carry_their_name(name: str) -> None:
+    module = __import__(f"windtunnel.faults.{CATALOGUE[name].module}", fromlist=["FAULT"])
+    assert module.FAULT.NAME == name
+    assert bool(CATALOGUE[name].option) is hasattr(module.FAULT, "with_option")
+
+
+def test_without_a_fault_no_fault_module_is_imported() -> None:
+    code = "import sys, windtunnel.serve.server as s; print([m for m in sys.modules if m.startswith('windtunnel.faults.')])"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "['windtunnel.faults.catalogue']"
+
+
+def test_unknown_faults_and_values_are_usage_errors() -> None:
+    with pytest.raises(UnknownFault, match="not a fault"):
+        find("nope")
+    for fault, text in (("nope", "--fault 'nope' is not a fault"), ("deaf-to-disconnect:3", "takes no value"), ("engine-death:x", "number of steps")):
+        with pytest.raises(UsageError, match=text):
+            parse_args(["m", "--fault", fault])
+
+
+async def test_faults_stand_around_one_another() -> None:
+    async with live(faults=("stale-gauges-after-abort", "engine-death:5"), pacing__ttft_ns=0) as server:
+        assert await death(server)
