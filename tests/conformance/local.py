@@ -1,6 +1,6 @@
 """The recorded cases against the families themselves, in this process: no server, no engine, no clock."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -11,16 +11,23 @@ from windtunnel.wire.env import ServerEnv, counting_ids
 from windtunnel.wire.family import Delta, Generation, Usage, WireError
 from windtunnel.wire.output import ChoiceState
 from windtunnel.wire.recorded import Playback, RecordedPlayer
-from windtunnel.wire.vllm import chat, chat_batch, completions, invocations, models, tokenize
+from windtunnel.wire.vllm import chat, chat_batch, completions, generate, invocations, models, render, tokenize
 
 BLOCK_SIZE = 32
+SIMPLE: Mapping[str, Callable[..., bytes]] = {
+    "/tokenize": tokenize.tokenize,
+    "/detokenize": tokenize.detokenize,
+    "/v1/completions/render": render.completions_render,
+    "/v1/chat/completions/render": render.chat_render,
+}
 FAMILIES: Mapping[str, ModuleType] = {
-    path: family for family in (completions, chat, chat_batch, invocations) for path in family.paths
+    path: family for family in (completions, chat, chat_batch, generate, invocations) for path in family.paths
 }
 _VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "variant_b": {
         "served_models": ("tiny-llama", "tiny-alias"),
         "enable_per_request_metrics": True,
+        "enable_scale_out": True,
         "trust_request_chat_template": True,
         "reasoning_parser": "qwen3",
     },
@@ -66,7 +73,7 @@ def answer(case: Case, env: ServerEnv, player: RecordedPlayer) -> Answer | None:
 
 def _answer(case: Case, path: str, env: ServerEnv, player: RecordedPlayer) -> Answer | None:
     headers = case.lower_headers
-    simple = {"/tokenize": tokenize.tokenize, "/detokenize": tokenize.detokenize}.get(path)
+    simple = SIMPLE.get(path)
     if simple is not None:
         return _json(200, simple(case.json_body, headers, env))
     if case.method == "GET" and path in ("/v1/models", "/version"):

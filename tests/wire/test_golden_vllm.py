@@ -29,9 +29,9 @@ def _titles() -> list[str]:
 
 def _is_ours(case: cases.Case) -> bool:
     path = case.path.partition("?")[0]
-    plain = ("/tokenize", "/detokenize", "/v1/models", "/version")
+    plain = (*local.SIMPLE, "/v1/models", "/version")
     generating = path in local.FAMILIES and case.method == "POST"
-    simple = path in plain and case.method == ("POST" if path.endswith("tokenize") else "GET")
+    simple = path in plain and case.method == ("POST" if path in local.SIMPLE else "GET")
     return (generating or simple) and case.expected.status != 401 and case.title not in ELSEWHERE
 
 

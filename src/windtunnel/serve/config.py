@@ -93,12 +93,12 @@ class ServeConfig:
     api_keys: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     dev_mode: bool = False
-    enable_scale_out: bool = False
     enable_tokenizer_info_endpoint: bool = False
     profiler_config: str | None = None
     enable_server_load_tracking: bool = False
     enable_prompt_tokens_details: bool = False
     enable_per_request_metrics: bool = False
+    enable_scale_out: bool = False
     enable_force_include_usage: bool = False
     enable_auto_tool_choice: bool = False
     enable_request_id_headers: bool = False

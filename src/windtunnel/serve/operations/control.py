@@ -3,13 +3,15 @@
 from typing import Any
 
 from windtunnel.core.vllm.control import PAUSE_MODES, PauseMode
+from windtunnel.serve.asgi import JSON
 from windtunnel.serve.clock import now_ns
 from windtunnel.serve.operations.endpoint import Call, Reply, Rule, empty, get, json_reply, post
 from windtunnel.serve.state import Server
 from windtunnel.wire.family import WireError
 from windtunnel.wire.http import BAD_REQUEST, parse_json, read_json
+from windtunnel.wire.vllm.generate import disabled
+from windtunnel.wire.vllm.render import SCALE_OUT_PATHS, chat_render, completions_render
 
-_SCALE_OUT_OFF = "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out to enable them."
 _SLEEP_LEVELS = range(3)
 
 
@@ -36,7 +38,15 @@ def _scale_out_abort(server: Server, call: Call) -> Reply:
 
 
 def _forbidden(_server: Server, _call: Call) -> Reply:
-    raise WireError(_SCALE_OUT_OFF, 403, "PermissionDeniedError")
+    raise disabled()
+
+
+def _render_completions(server: Server, call: Call) -> Reply:
+    return Reply(completions_render(call.body, call.headers, server.env), 200, JSON)
+
+
+def _render_chat(server: Server, call: Call) -> Reply:
+    return Reply(chat_render(call.body, call.headers, server.env), 200, JSON)
 
 
 def _mode(call: Call) -> PauseMode:
@@ -125,8 +135,12 @@ def _reset(server: Server, *, reset_running: bool) -> bool:
     return done
 
 
-SCALE_OUT: tuple[Rule, ...] = (post("/inference/v1/abort_requests", _scale_out_abort),)
-SCALE_OUT_OFF: tuple[Rule, ...] = (post("/inference/v1/abort_requests", _forbidden),)
+SCALE_OUT: tuple[Rule, ...] = (
+    post("/inference/v1/abort_requests", _scale_out_abort),
+    post("/v1/completions/render", _render_completions),
+    post("/v1/chat/completions/render", _render_chat),
+)
+SCALE_OUT_OFF: tuple[Rule, ...] = tuple(post(path, _forbidden) for path in SCALE_OUT_PATHS)
 DEVELOPER: tuple[Rule, ...] = (
     post("/abort_requests", _abort_requests),
     post("/pause", _pause),

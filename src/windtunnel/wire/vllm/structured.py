@@ -15,7 +15,6 @@ from windtunnel.wire.family import PromptPlan, WireError
 from windtunnel.wire.synth import SynthesisError, json_text, matching_text
 from windtunnel.wire.vllm import fields
 
-
 _ANY_OBJECT = {"type": "object", "properties": {"answer": {"type": "string", "minLength": 12}}, "required": ["answer"]}
 """What `json_object` without a schema is answered with."""
 
