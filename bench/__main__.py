@@ -6,7 +6,7 @@ import platform
 import sys
 import time
 
-BENCHMARKS = ("throughput", "lateness", "idle_streams", "startup", "departures")
+BENCHMARKS = ("throughput", "lateness", "idle_streams", "startup", "departures", "core_step")
 
 
 def main() -> None:

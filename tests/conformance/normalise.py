@@ -63,6 +63,8 @@ TABLE: tuple[Free, ...] = (
     Free(r"(.*\.)?logprobs\.top_logprobs\[\]", both_maps, "which alternatives a model had, and how likely they were"),
     Free(r"(.*\.)?logprobs\.content\[\]\.logprob", both_numbers, "probabilities of a model that is not there"),
     Free(_TOP + r"\.logprob", both_numbers, "probabilities of a model that is not there"),
+    Free(r"(.*\.)?logprobs\.content\[\]\.(top_logprobs\[\]\.)?rank", both_numbers, "how likely the model thought a token"),
+    Free(_TOP + r"\.token_id", both_numbers, "which alternatives a model had"),
     Free(_TOP + r"\.token", both_strings, "which alternatives a model had"),
     Free(_TOP + r"\.bytes\[\]", both_bytes, "the bytes of those alternatives"),
     Free(r"(.*\.)?prompt_logprobs\[\]", both_maps, "which alternatives a model had, and how likely they were"),

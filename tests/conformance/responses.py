@@ -77,6 +77,8 @@ def _body(case: Case) -> tuple[list[dict[str, Any]], Mapping[str, Any] | None]:
 
 
 def _whole_choice(choice: Mapping[str, Any]) -> dict[str, Any]:
+    if "text" not in choice and "message" not in choice:
+        return _choice(choice) | {"pieces": [], "token_ids": choice.get("token_ids")}
     message = choice.get("message")
     text = str(choice.get("text") or "") if message is None else _message_text(message)
     return _choice(choice) | {"pieces": [Piece(text, False)] if text else [], "token_ids": choice.get("token_ids")}
@@ -123,7 +125,7 @@ def _hold(request: Mapping[str, Any]) -> int:
 def _streamed_choice(parts: Sequence[dict[str, Any]], hold: int) -> dict[str, Any]:
     told = [part for part in parts if "role" not in part.get("delta", {})]
     ids = [token for part in told for token in part.get("token_ids") or ()] or None
-    pieces = _delta_pieces(told) if told and "delta" in told[0] else [Piece(part["text"], True) for part in told]
+    pieces = _delta_pieces(told) if told and "delta" in told[0] else [Piece(part.get("text", ""), True) for part in told]
     if hold:
         pieces = _unheld([piece.text for piece in pieces], hold)
     return _choice(told[-1]) | {"pieces": [piece for piece in pieces if piece.text], "token_ids": ids, "frames": len(told)}
@@ -179,13 +181,12 @@ def _closed(pieces: list[Piece]) -> list[Piece]:
     return out
 
 
-def _counts(
-    choices: Sequence[Mapping[str, Any]], usage: Mapping[str, Any] | None, request: Mapping[str, Any]
-) -> list[int | None]:
+def _counts(choices: Sequence[Mapping[str, Any]], usage: Mapping[str, Any] | None, request: dict[str, Any]) -> list[int | None]:
     """Completion tokens of each choice, where they can be known."""
     total = (usage or {}).get("completion_tokens")
     if len(choices) == 1 and total is not None:
         return [total]
+    request = request | request.get("sampling_params", {})
     limit = request.get("max_completion_tokens") or request.get("max_tokens") or (16 if "prompt" in request else None)
     return [limit if choice["finish_reason"] == "length" else None for choice in choices]
 

@@ -1,4 +1,4 @@
-"""Answers of `/v1/responses`, `/v1/messages` and `/inference/v1/generate` as chat or completion choices say the same.
+"""Answers of `/v1/responses` and `/v1/messages` as a chat answer that says the same.
 
 What the model said is then found by the same code for every family.
 """
@@ -23,8 +23,6 @@ def as_chat(case: Case) -> Case:
         value = _response_stream(case) if case.expected.is_stream else _response(json.loads(case.expected.body))
     elif path == "/v1/messages":
         value = _message_stream(case) if case.expected.is_stream else _message(json.loads(case.expected.body))
-    elif path == "/inference/v1/generate" and case.expected.is_stream:
-        value = _generate_stream(case)
     else:
         return case
     body = b"".join(b"data: " + json.dumps(frame).encode() + b"\n\n" for frame in value) if isinstance(value, list) else json.dumps(value).encode()
@@ -118,8 +116,3 @@ def _message_stream(case: Case) -> list[dict[str, Any]]:
             out.append(_chunk({}, _FINISHES[delta["stop_reason"]], delta["stop_sequence"]))
             out.append({"choices": [], "usage": _message_usage(event["usage"])})
     return out
-
-
-def _generate_stream(case: Case) -> list[dict[str, Any]]:
-    values = [json.loads(part[6:]) for part in frames(case.expected.body) if part.startswith(b"data: {")]
-    return [{"choices": [choice | {"text": ""} for choice in value["choices"]]} for value in values]

@@ -104,6 +104,7 @@ class Rig:
 
     def _fold(self, step: StepOutput) -> None:
         self.steps.append(step)
+        assert len({output.request_id for output in step.outputs}) == len(step.outputs), "a sequence took part twice"
         for output in step.outputs:
             assert output.request_id not in self.finish, "output after the end"
             self.tokens.setdefault(output.request_id, []).extend(output.token_ids)

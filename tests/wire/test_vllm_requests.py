@@ -7,13 +7,14 @@ from tests.wire.vllm_env import JSON, env, plan
 
 from windtunnel.core.request import Lora
 from windtunnel.wire.family import WireError
-from windtunnel.wire.vllm import chat, chat_batch, completions, invocations, models, tokenize
+from windtunnel.wire.vllm import chat, chat_batch, completions, invocations, messages_in, models, tokenize
 
 HELLO = [{"role": "user", "content": "hello"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 
 COMPLETION_REFUSALS = [
     ({"prompt": None}, 400, "BadRequestError", "prompt"),
+    ({"prompt": ""}, 400, "BadRequestError", "prompt"),
     ({"prompt": []}, 400, "BadRequestError", None),
     ({"prompt": {"a": 1}}, 400, "Bad Request", "body.prompt"),
     ({"model": "gpt-4"}, 404, "NotFoundError", "model"),
@@ -177,6 +178,11 @@ def test_forced_tools_and_schemas_fix_the_answer() -> None:
     assert plan(chat, {"messages": HELLO, "tools": [TOOL]}).answer_text is None
     chosen = plan(chat, {"messages": HELLO, "structured_outputs": {"choice": ["yes"]}})
     assert chosen.answer_text == "yes"
+
+
+def test_old_name_of_reasoning_is_renamed_on_input() -> None:
+    shown = messages_in.for_template([{"role": "assistant", "content": "x", "reasoning_content": "why"}])
+    assert shown == [{"role": "assistant", "content": "x", "reasoning": "why"}]
 
 
 def test_cache_salt_rule_follows_the_release() -> None:

@@ -4,10 +4,10 @@ import json
 from typing import Any
 
 import pytest
-from tests.wire.vllm_env import TOKENIZER, env, frames, plan, stream, whole
+from tests.wire.vllm_env import JSON, TOKENIZER, env, frames, plan, stream, whole
 
 from windtunnel.wire.family import ChoiceResult, Delta, TokenLogprob, Usage, WireError
-from windtunnel.wire.vllm import chat, chat_batch, completions
+from windtunnel.wire.vllm import chat, chat_batch, completions, generate, render
 
 HELLO = [{"role": "user", "content": "hello"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -285,3 +285,30 @@ def test_per_request_metrics_when_switched_on() -> None:
     options = {"stream": True, "stream_options": {"include_usage": True}}
     made = stream(completions, plan(completions, {"prompt": "a"} | options, server), Delta(0, "x", (1,)), usage=usage)
     assert made[-2]["metrics"] == {"time_to_first_token_ms": 1.5}
+
+
+def test_tokens_in_tokens_out() -> None:
+    body = {"token_ids": [400, 401], "sampling_params": {"max_tokens": 3, "logprobs": 1}, "stream": True}
+    generation = plan(generate, body, env(enable_scale_out=True))
+    first, last, done = stream(generate, generation, Delta(0, " a", (400,), LOGPROBS), _last(Delta(0, " b", (401,), LOGPROBS)))
+    assert first["request_id"].startswith("generate-tokens-") and first["choices"][0]["weight_versions"] is None
+    assert last["choices"][0]["weight_versions"] == [{"version": "default", "start": 0, "end": 2}]
+    assert first["choices"][0]["logprobs"]["content"][0]["top_logprobs"][0] == {"token_id": 400, "logprob": -0.5, "rank": 1}
+    assert done == "[DONE]"
+    told = whole(generate, generation, ChoiceResult(0, 0, " a", (400,), "length", None))
+    assert told["choices"][0]["token_ids"] == [400] and told["output_mode"] == "tokens"
+
+
+def test_scale_out_is_forbidden_until_it_is_switched_on() -> None:
+    for call in (render.chat_render, render.completions_render, generate.plan):
+        with pytest.raises(WireError, match="--enable-scale-out") as caught:
+            call(b"{}", JSON, env())
+        assert (caught.value.status, caught.value.kind) == (403, "PermissionDeniedError")
+
+
+def test_render_answers_with_what_generate_takes() -> None:
+    server = env(enable_scale_out=True)
+    rendered = json.loads(render.completions_render(b'{"prompt": [" apple", " banana"], "max_tokens": 4}', JSON, server))
+    assert [one["token_ids"] for one in rendered] == [TOKENIZER.encode(" apple"), TOKENIZER.encode(" banana")]
+    body = {"token_ids": rendered[0]["token_ids"], "sampling_params": rendered[0]["sampling_params"]}
+    assert plan(generate, body, server).sampling.max_tokens == 4

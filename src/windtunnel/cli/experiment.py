@@ -62,7 +62,7 @@ def run_and_deliver(name: str, out: Path, trials: int | None) -> int:
     """Run a built-in experiment with its own settings, print and write its results; the exit code of its verdict."""
     from windtunnel.lab.experiment import Options
 
-    return _run_and_deliver(name, Options(trials, None, 1.0, {}, None, False, out), as_json=False)
+    return _run_and_deliver(name, Options(trials=trials, out=out), as_json=False)
 
 
 def _run_and_deliver(name: str, options: "Options", *, as_json: bool) -> int:

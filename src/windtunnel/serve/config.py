@@ -106,6 +106,7 @@ class ServeConfig:
     convert: Convert | None = None
     enable_prompt_tokens_details: bool = False
     enable_per_request_metrics: bool = False
+    enable_scale_out: bool = False
     enable_force_include_usage: bool = False
     enable_auto_tool_choice: bool = False
     enable_request_id_headers: bool = False

@@ -22,7 +22,6 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 LINE = "windtunnel.line"
 _FRAME_END = b"\n\n"
-LANE_TEXT_MAX = 40
 _SIZES_LIMIT = 2048
 _SIZES = tuple(b"%x\r\n" % size for size in range(_SIZES_LIMIT))
 _SWEEP_S = 1.0

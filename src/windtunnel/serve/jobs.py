@@ -15,8 +15,7 @@ from windtunnel.core.request import EngineRequest, TokenSource
 from windtunnel.core.tokenizer import Tokenizer
 from windtunnel.serve.clock import now_ns
 from windtunnel.serve.driver import EngineDriver
-from windtunnel.serve.http11 import LANE_TEXT_MAX
-from windtunnel.serve.streams import Answer, Lane
+from windtunnel.serve.streams import LANE_TEXT_MAX, Answer, Lane
 from windtunnel.serve.telemetry import Metrics
 from windtunnel.wire.family import Generation, WireError
 from windtunnel.wire.output import ChoiceState

@@ -12,6 +12,10 @@ from windtunnel.wire.family import ChoiceResult, Delta, OpeningEncoder, StreamEn
 from windtunnel.wire.output import ChoiceState, merge
 
 
+LANE_TEXT_MAX = 40
+"""Longest JSON text, in bytes, that takes the lane."""
+
+
 class Sink(Protocol):
     """Where frames go. Writes after the client has left are dropped."""
 

@@ -69,6 +69,7 @@ class ServerEnv:
     enable_force_include_usage: bool = False
     enable_per_request_metrics: bool = False
     enable_prompt_embeds: bool = False
+    enable_scale_out: bool = False
     return_tokens_as_token_ids: bool = False
     trust_request_chat_template: bool = False
     trust_request_mm_kwargs: bool = False

@@ -16,7 +16,7 @@ its places in four arrays.
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from windtunnel.core.kv.hashing import ExtraKey
 from windtunnel.core.outputs import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
@@ -74,11 +74,15 @@ class BlockPool:
         return sum(1 for block in blocks if not refs[block])
 
     def touch(self, blocks: Iterable[int]) -> None:
-        """One more owner for each; a free one leaves the free list."""
+        """One more owner for each; a free one leaves the free list. Written out: a long prompt hits thousands."""
+        refs, after_of, before_of = self._refs, self._next, self._prev
         for block in blocks:
-            if not self._refs[block]:
-                self._unlink(block)
-            self._refs[block] += 1
+            if not refs[block]:
+                before, after = before_of[block], after_of[block]
+                after_of[before] = after
+                before_of[after] = before
+                self.free_blocks -= 1
+            refs[block] += 1
 
     def allocate(self, count: int) -> list[int]:
         """`count` blocks with one owner each. The caller has checked `free_blocks`."""
@@ -95,19 +99,29 @@ class BlockPool:
 
     def free(self, blocks: Sequence[int]) -> None:
         """Drop one owner of each block of a sequence, given from head to tail."""
-        refs, hash_of = self._refs, self._hash_of
-        front = self.num_blocks
+        refs, hash_of, head = self._refs, self._hash_of, self.num_blocks
+        unhashed: list[int] = []
+        hashed: list[int] = []
         for block in reversed(blocks):
-            refs[block] -= 1
-            assert refs[block] >= 0, f"block {block} freed twice"
-            if refs[block]:
-                continue
-            if hash_of[block] is None:
-                self._link_after(front, block)
-                front = block
-            else:
-                self._link_after(self._prev[self.num_blocks], block)
+            count = refs[block] = refs[block] - 1
+            assert count >= 0, f"block {block} freed twice"
+            if not count:
+                (unhashed if hash_of[block] is None else hashed).append(block)
+        self._link(head, unhashed)
+        self._link(self._prev[head], hashed)
         self.version += 1
+
+    def _link(self, before: int, blocks: Sequence[int]) -> None:
+        """Put `blocks` on the free list, in this order, behind `before`."""
+        after_of, before_of = self._next, self._prev
+        last = after_of[before]
+        for block in blocks:
+            after_of[before] = block
+            before_of[block] = before
+            before = block
+        after_of[before] = last
+        before_of[last] = before
+        self.free_blocks += len(blocks)
 
     def enter(self, blocks: Sequence[int], hashes: Sequence[bytes], first: int, stop: int) -> None:
         """Enter blocks first … stop - 1 of one owner, full and computed, into the cache."""
@@ -176,13 +190,6 @@ class BlockPool:
         self._prev[after] = before
         self.free_blocks -= 1
 
-    def _link_after(self, before: int, block: int) -> None:
-        after = self._next[before]
-        self._next[before] = self._prev[after] = block
-        self._prev[block] = before
-        self._next[block] = after
-        self.free_blocks += 1
-
     def free_list(self) -> list[int]:
         """All free blocks in the order in which they will be taken."""
         order: list[int] = []
@@ -202,11 +209,16 @@ class BlockPool:
         free = self.free_list()
         assert len(free) == len(set(free)) == self.free_blocks, "the free list does not match its count"
         assert NULL_BLOCK not in (*owners, *free), "the null block is in use"
-        for block in range(1, self.num_blocks):
-            assert self._refs[block] == owners[block], f"block {block}: {self._refs[block]} references, {owners[block]} owners"
+        assert len(self._refs) - self._refs.count(0) == len(owners), self._stray_references(owners)
+        for block, count in owners.items():
+            assert self._refs[block] == count, f"block {block}: {self._refs[block]} references, {count} owners"
         assert all(not self._refs[block] for block in free), "an owned block is on the free list"
         assert len(free) + len(owners) == self.usable_blocks, "a block is neither free nor owned"
         self._check_cache()
+
+    def _stray_references(self, owners: Mapping[int, int]) -> str:
+        block = next(at for at, count in enumerate(self._refs) if bool(count) != (at in owners))
+        return f"block {block}: {self._refs[block]} references, {owners.get(block, 0)} owners"
 
     def _check_cache(self) -> None:
         entries = [(digest, [entry] if isinstance(entry, int) else entry) for digest, entry in self._cached.items()]

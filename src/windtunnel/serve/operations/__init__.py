@@ -28,7 +28,6 @@ def rules(server: Server) -> list[Rule]:
         (debug.ALWAYS, True),
         (control.SCALE_OUT if config.enable_scale_out else control.SCALE_OUT_OFF, True),
         (api.GENERATION, config.runner == "generate"),
-        (api.SCALE_OUT if config.enable_scale_out else api.SCALE_OUT_OFF, config.runner == "generate"),
         (pages.TOKENIZER_INFO, config.enable_tokenizer_info_endpoint),
         (engine_info.PROFILER, config.profiler_config is not None),
         (adapters.RUNTIME_LORA, config.runtime_lora),

@@ -5,12 +5,11 @@ from collections.abc import Sequence
 from windtunnel.wire.family import Family
 
 
-def families(runner: str = "generate", *, scale_out: bool = False) -> Sequence[Family]:
+def families(runner: str = "generate") -> Sequence[Family]:
     """The families that run requests in the engine, one module each.
 
     Imported here: `wire.env` needs this package's table of versions first.
     """
-    from windtunnel.wire.vllm import chat, chat_batch, completions, generate_tokens, invocations, messages, responses, scoring
+    from windtunnel.wire.vllm import chat, chat_batch, completions, generate, invocations, messages, responses, scoring
 
-    generating: tuple[Family, ...] = (completions, chat, chat_batch, responses, messages, invocations, scoring)
-    return (*generating, generate_tokens) if scale_out else generating
+    return (completions, chat, chat_batch, responses, messages, generate, invocations, scoring)

@@ -88,7 +88,7 @@ class CompletionRequest(fields.OpenModel):
 
 def _check_prompt(data: Mapping[str, Any]) -> None:
     prompt, embeds = data.get("prompt"), data.get("prompt_embeds")
-    if prompt is None and not embeds:
+    if prompt in (None, "") and not embeds:
         raise http.parameter_error("Either prompt or prompt_embeds must be provided and not be empty", "prompt")
 
 

@@ -280,13 +280,17 @@ def for_template(messages: Sequence[Any]) -> list[dict[str, Any]]:
     return [_one(message) for message in messages]
 
 
+_PASSED_ON = {"name": "name", "tool_call_id": "tool_call_id", "reasoning_content": "reasoning", "reasoning": "reasoning"}
+"""Members that a template sees besides role and content, and under which name (vLLM reference §2.3)."""
+
+
 def _one(message: Any) -> dict[str, Any]:
     if isinstance(message, Message):
         return {"role": message.author.role, "content": _text(message.content)}
     out: dict[str, Any] = {"role": message["role"], "content": _text(message.get("content"))}
-    for key in ("name", "tool_call_id", "reasoning"):
+    for key, shown in _PASSED_ON.items():
         if message.get(key) is not None:
-            out[key] = message[key]
+            out[shown] = message[key]
     calls = _tool_calls(message.get("tool_calls"))
     if calls:
         out["tool_calls"] = calls

@@ -10,6 +10,7 @@ from windtunnel.wire import http
 from windtunnel.wire.env import ServerEnv
 from windtunnel.wire.family import Generation, PromptPlan
 from windtunnel.wire.vllm import chat, completions, messages, responses, sampling
+from windtunnel.wire.vllm.generate import disabled
 from windtunnel.wire.vllm.responses_in import ResponsesRequest
 
 Render = Callable[[bytes, Mapping[str, str], ServerEnv], bytes]
@@ -18,27 +19,43 @@ _DELTA, _FINAL_ONLY = 1, 2
 """vLLM's output kinds."""
 
 
-def render_completion(body: bytes, headers: Mapping[str, str], env: ServerEnv) -> bytes:
-    """A list: one entry for each prompt."""
+def _check_enabled(env: ServerEnv) -> None:
+    if not env.enable_scale_out:
+        raise disabled()
+
+
+def _good(generation: Generation) -> Generation:
+    """What the engine's input stage would refuse is refused here."""
+    if generation.late_error is not None:
+        raise generation.late_error
+    return generation
+
+
+def completions_render(body: bytes, headers: Mapping[str, str], env: ServerEnv) -> bytes:
+    """A list: one entry for each prompt. All of these raise WireError."""
+    _check_enabled(env)
     request = http.read_model(completions.CompletionRequest, body, headers)
-    planned = completions.plan_request(request, headers, env)
+    planned = _good(completions.plan_request(request, headers, env))
     return http.dumps([_value(planned, prompt, request, None, None, env) for prompt in planned.prompts])
 
 
-def render_chat(body: bytes, headers: Mapping[str, str], env: ServerEnv) -> bytes:
+def chat_render(body: bytes, headers: Mapping[str, str], env: ServerEnv) -> bytes:
+    _check_enabled(env)
     request = http.read_model(chat.ChatCompletionRequest, body, headers)
-    return _chat_value(chat.plan_request(request, headers, env), request, env)
+    return _chat_value(_good(chat.plan_request(request, headers, env)), request, env)
 
 
-def render_responses(body: bytes, headers: Mapping[str, str], env: ServerEnv) -> bytes:
+def responses_render(body: bytes, headers: Mapping[str, str], env: ServerEnv) -> bytes:
+    _check_enabled(env)
     request = http.read_model(ResponsesRequest, body, headers)
-    planned = responses.plan_request(request, headers, env)
+    planned = _good(responses.plan_request(request, headers, env))
     return _chat_value(planned, responses.chat_request(request, (), env), env)
 
 
-def render_messages(body: bytes, headers: Mapping[str, str], env: ServerEnv) -> bytes:
+def messages_render(body: bytes, headers: Mapping[str, str], env: ServerEnv) -> bytes:
+    _check_enabled(env)
     request = http.read_model(messages.MessagesRequest, body, headers)
-    planned = messages.plan_request(request, headers, env)
+    planned = _good(messages.plan_request(request, headers, env))
     return _chat_value(planned, messages.chat_request(request, env), env)
 
 
@@ -116,9 +133,11 @@ def _sampling_value(planned: Generation, request: Any, env: ServerEnv) -> dict[s
 
 
 ROUTES: Mapping[str, Render] = {
-    "/v1/completions/render": render_completion,
-    "/v1/chat/completions/render": render_chat,
-    "/v1/responses/render": render_responses,
-    "/v1/messages/render": render_messages,
+    "/v1/completions/render": completions_render,
+    "/v1/chat/completions/render": chat_render,
+    "/v1/responses/render": responses_render,
+    "/v1/messages/render": messages_render,
 }
+SCALE_OUT_PATHS = (*ROUTES, "/v1/completions/derender", "/v1/chat/completions/derender", "/inference/v1/abort_requests")
+"""Routes that answer 403 on a server without `--enable-scale-out` (`generate` does so itself)."""
 DERENDER_PATHS = ("/v1/completions/derender", "/v1/chat/completions/derender")

@@ -40,6 +40,9 @@ class GenerativeScoringRequest(fields.OpenModel):
 
 @dataclass(frozen=True, slots=True)
 class ScoringSpec:
+    """What the answer is written from."""
+
+    env: ServerEnv
     response_id: str
     model: str
     created: int
@@ -54,6 +57,7 @@ def plan(body: bytes, headers: Mapping[str, str], env: ServerEnv) -> Generation:
     _check(request, env)
     routing = Routing.read(request, headers, env)
     spec = ScoringSpec(
+        env=env,
         response_id=f"generative-scoring-{routing.id_base}",
         model=model,
         created=env.now_s(),

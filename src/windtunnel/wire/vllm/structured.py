@@ -15,6 +15,9 @@ from windtunnel.wire.family import PromptPlan, WireError
 from windtunnel.wire.synth import SynthesisError, json_text, matching_text
 from windtunnel.wire.vllm import fields
 
+_ANY_OBJECT = {"type": "object", "properties": {"answer": {"type": "string", "minLength": 12}}, "required": ["answer"]}
+"""What `json_object` without a schema is answered with."""
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:
@@ -65,7 +68,7 @@ def _text(kind: str, value: Any, seed: int) -> str | None:
     if kind == "json":
         return json_text(_schema(value), seed)
     if kind == "json_object":
-        return json_text({"type": "object"}, seed) if value else None
+        return json_text(_ANY_OBJECT, seed) if value else None
     if kind == "choice":
         if not value:
             raise SynthesisError("Choice '[]' cannot be an empty list")
