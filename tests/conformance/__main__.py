@@ -54,7 +54,8 @@ def _run(server: servers.Recorded, wanted: list[cases.Case], folder: Path) -> di
     text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
     try:
         with servers.running(server, folder, text) as port:
-            return {case.title: replay(case, port) for case in ordered}
+            ids: dict[str, str] = {}
+            return {case.title: replay(case, port, ids) for case in ordered}
     except RuntimeError as error:
         return {case.title: [str(error)] for case in ordered}
 

@@ -113,6 +113,8 @@ def frames(stream: bytes) -> list[bytes]:
 
 def coalesced(parts: Sequence[bytes]) -> list[bytes]:
     """Frames with neighbours of one choice merged where both only add text (and token ids) to it."""
+    if parts and parts[0].startswith(b"event: "):
+        return _coalesced_events(parts)
     out: list[Any] = []
     for part in parts:
         value = _json(part)
@@ -122,6 +124,20 @@ def coalesced(parts: Sequence[bytes]) -> list[bytes]:
         else:
             out.append(part if value is None else value)
     return [part if isinstance(part, bytes) else b"data: " + json.dumps(part).encode() for part in out]
+
+
+def _coalesced_events(parts: Sequence[bytes]) -> list[bytes]:
+    """Events with neighbouring text deltas of one item merged and numbered anew."""
+    out: list[dict[str, Any]] = []
+    for part in parts:
+        value = json.loads(part.split(b"data: ", 1)[1])
+        last = out[-1] if out else {}
+        if value["type"].endswith("_text.delta") and last.get("type") == value["type"] and last["item_id"] == value["item_id"]:
+            last["delta"] += value["delta"]
+        else:
+            out.append(value)
+    numbered = [value | ({"sequence_number": at} if "sequence_number" in value else {}) for at, value in enumerate(out)]
+    return [b"event: %b\ndata: %b" % (value["type"].encode(), json.dumps(value).encode()) for value in numbered]
 
 
 def _json(part: bytes) -> Any:

@@ -8,10 +8,10 @@ from tests.conformance.cases import Answer, Case
 from windtunnel.core.request import Lora
 from windtunnel.core.tokenizer import Tokenizer
 from windtunnel.wire.env import ServerEnv, counting_ids
-from windtunnel.wire.family import Delta, Generation, Usage, WireError
+from windtunnel.wire.family import Delta, Generation, OpeningEncoder, Usage, WireError
 from windtunnel.wire.output import ChoiceState
 from windtunnel.wire.recorded import Playback, RecordedPlayer
-from windtunnel.wire.vllm import chat, chat_batch, completions, generate, invocations, models, render, tokenize
+from windtunnel.wire.vllm import chat, chat_batch, completions, generate, invocations, messages, models, render, responses, scoring, tokenize
 
 BLOCK_SIZE = 32
 SIMPLE: Mapping[str, Callable[..., bytes]] = {
@@ -21,7 +21,7 @@ SIMPLE: Mapping[str, Callable[..., bytes]] = {
     "/v1/chat/completions/render": render.chat_render,
 }
 FAMILIES: Mapping[str, ModuleType] = {
-    path: family for family in (completions, chat, chat_batch, generate, invocations) for path in family.paths
+    path: family for family in (completions, chat, chat_batch, generate, invocations, responses, messages, scoring) for path in family.paths
 }
 _VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "variant_b": {
@@ -68,7 +68,7 @@ def answer(case: Case, env: ServerEnv, player: RecordedPlayer) -> Answer | None:
     try:
         return _answer(case, path, env, player)
     except WireError as error:
-        return _json(error.status, completions.error_body(error))
+        return _json(error.status, FAMILIES.get(path, completions).error_body(error))
 
 
 def _answer(case: Case, path: str, env: ServerEnv, player: RecordedPlayer) -> Answer | None:
@@ -90,13 +90,15 @@ def _generated(family: ModuleType, generation: Generation, body: bytes, player: 
         raise generation.late_error
     usage = Usage(sum(len(prompt.token_ids) for prompt in generation.prompts), 0)
     if generation.late_error is not None:
+        # no recorded Responses stream has a late error: its encoder would cut the body here
         return _stream(family.encoder(generation).error(generation.late_error))
     states = _states(generation)
     played = player.play(body, generation.prompts, generation.sampling.n) or Playback((None,) * len(states))
     streams = [tokens or () for tokens in played.choices]
     cached = played.cached_tokens or 0
     encoder = family.encoder(generation)
-    out = [encoder.delta(delta, usage) for delta in _deltas(states, streams, generation)] if generation.stream else []
+    opening = [encoder.opening()] if isinstance(encoder, OpeningEncoder) else []
+    out = opening + [encoder.delta(delta, usage) for delta in _deltas(states, streams, generation)] if generation.stream else []
     if not generation.stream:
         for _delta in _deltas(states, streams, generation):
             pass

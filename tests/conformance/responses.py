@@ -10,11 +10,15 @@ from tests.conformance.cases import Case
 from tests.conformance.compare import frames
 from tests.conformance.exchange import split_answers
 from tests.conformance.segment import Piece, Vocabulary
+from tests.conformance.translate import as_chat, request_of
 from windtunnel.core.tokenizer import Tokenizer
 from windtunnel.wire.recorded import body_hash
 
 _LENGTH = re.compile(r"content-length: (\d+)", re.IGNORECASE)
-_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/invocations", "/inference/v1/generate")
+_PATHS = (
+    "/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/invocations", "/v1/responses", "/v1/messages",
+    "/inference/v1/generate",
+)
 
 
 def lines(cases: Iterable[Case], tokenizer: Tokenizer) -> list[dict[str, Any]]:
@@ -53,7 +57,8 @@ def line(case: Case, vocabulary: Vocabulary) -> dict[str, Any] | None:
     digest = body_hash(case.json_body)
     if digest is None:
         return None
-    request = json.loads(case.json_body)
+    request = request_of(json.loads(case.json_body))
+    case = as_chat(case)
     choices, usage = _stream(case) if case.expected.is_stream else _body(case)
     if not choices:
         return None
@@ -107,7 +112,7 @@ def _stream(case: Case) -> tuple[list[dict[str, Any]], Mapping[str, Any] | None]
         for choice in value.get("choices", ()):
             by_index.setdefault(choice["index"], []).append(choice)
     usage = values[-1].get("usage") if values and not values[-1].get("choices") else None
-    hold = _hold(json.loads(case.json_body))
+    hold = _hold(request_of(json.loads(case.json_body)))
     return [_streamed_choice(by_index[index], hold) for index in sorted(by_index)], usage
 
 

@@ -26,7 +26,7 @@ _MAIN = (
 _VARIANT_B = (
     "--max-loras 2 --served-model-name tiny-llama tiny-alias --api-key sk-one sk-two --enable-request-id-headers "
     "--enable-scale-out --enable-tokenizer-info-endpoint --enable-per-request-metrics --trust-request-chat-template "
-    "--reasoning-parser qwen3"
+    "--reasoning-parser qwen3 --itl 1ms"
 ).split()
 _VARIANT_C = (
     "--max-num-seqs 2 --max-num-queued-reqs 6 --enable-force-include-usage --return-tokens-as-token-ids "

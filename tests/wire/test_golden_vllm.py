@@ -11,11 +11,11 @@ from windtunnel.serve.tokenizers import load_tokenizer
 from windtunnel.wire.recorded import RecordedPlayer, RecordedResponses
 
 FOLDER = cases.golden_folder()
-GROUPS = ("completions", "chat", "tokenize", "tools_extra", "misc", "probe", "variant_b", "variant_c")
+GROUPS = ("completions", "chat", "tokenize", "tools_extra", "misc", "probe", "responses", "messages", "variant_b", "variant_c")
 CONNECTION_HEADERS = ("server", "connection", "transfer-encoding", "x-request-id")
 """Headers that the HTTP layer adds; `make conformance` compares them."""
-ELSEWHERE = frozenset({"variant_b__lora_use"})
-"""Needs an adapter that is loaded at run time."""
+ELSEWHERE = frozenset({"variant_b__lora_use", "variant_b__responses_background"})
+"""Needs an adapter that is loaded at run time; needs a server's store."""
 
 pytestmark = pytest.mark.skipif(FOLDER is None, reason="no recordings: WINDTUNNEL_GOLDEN does not hold vllm/cases")
 

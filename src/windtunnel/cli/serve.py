@@ -9,6 +9,7 @@ from windtunnel.cli.exits import USAGE
 _SWITCHES = {
     "VLLM_SERVER_DEV_MODE": "--dev-mode",
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "--allow-runtime-lora-updating",
+    "VLLM_ENABLE_RESPONSES_API_STORE": "--enable-responses-store",
     "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH": "--keep-alive-on-engine-death",
 }
 _ANY_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}

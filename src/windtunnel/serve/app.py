@@ -10,10 +10,11 @@ from windtunnel.serve import operations
 from windtunnel.serve.asgi import Endpoint, Receive, Scope, Send, send_error
 from windtunnel.serve.generate import GenerateRoute
 from windtunnel.serve.middleware import ApiKeys, HttpMetrics, RequestIds
+from windtunnel.serve.responses import ResponsesRoute
 from windtunnel.serve.state import Server
 from windtunnel.wire.family import Family
 from windtunnel.wire.http import method_not_allowed, not_found
-from windtunnel.wire.vllm import families
+from windtunnel.wire.vllm import families, responses
 
 HANDLER = "windtunnel.handler"
 
@@ -53,9 +54,9 @@ class _Raw:
 def build(server: Server) -> Any:
     """The application of a vLLM server."""
     config = server.config
-    generating: Sequence[Family] = families()
+    generating: Sequence[Family] = families(config.runner)
     routes = [
-        ExactRoute(path, GenerateRoute(server, server.seams.family(family)), ["POST"])
+        ExactRoute(path, _generating(server, server.seams.family(family)), ["POST"])
         for family in generating
         for path in family.paths
     ]
@@ -67,6 +68,10 @@ def build(server: Server) -> Any:
     if config.enable_request_id_headers:
         app = RequestIds(app)
     return server.seams.wrap_app(app)
+
+
+def _generating(server: Server, family: Family) -> GenerateRoute:
+    return (ResponsesRoute if family.name == responses.name else GenerateRoute)(server, family)
 
 
 async def _not_found(_scope: Scope, _receive: Receive, send: Send) -> None:

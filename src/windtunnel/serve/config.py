@@ -7,6 +7,8 @@ from windtunnel.core.units import MS, S
 from windtunnel.serve.failures import FailureConfig
 
 Engine = Literal["vllm", "sglang"]
+Runner = Literal["generate", "pooling"]
+Convert = Literal["embed", "classify"]
 
 
 class UsageError(ValueError):
@@ -74,6 +76,7 @@ class ServerLimits:
     connections: int = 16384
     adapters: int = 1000
     history: int = 1000
+    stored_responses: int = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +97,17 @@ class ServeConfig:
     api_keys: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     dev_mode: bool = False
-    enable_scale_out: bool = False
     enable_tokenizer_info_endpoint: bool = False
     profiler_config: str | None = None
     enable_server_load_tracking: bool = False
+    enable_responses_store: bool = False
+    enable_scale_out: bool = False
+    disable_fastapi_docs: bool = False
+    runner: Runner = "generate"
+    convert: Convert | None = None
     enable_prompt_tokens_details: bool = False
     enable_per_request_metrics: bool = False
+    enable_scale_out: bool = False
     enable_force_include_usage: bool = False
     enable_auto_tool_choice: bool = False
     enable_request_id_headers: bool = False

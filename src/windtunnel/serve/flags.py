@@ -178,6 +178,13 @@ FLAGS: tuple[Flag, ...] = (
     Flag("enable-tokenizer-info-endpoint", "enable_tokenizer_info_endpoint", _boolean, "serve /tokenizer_info", switch=True),
     Flag("profiler-config", "profiler_config", _optional(_text), "any value: serve /start_profile and /stop_profile"),
     Flag("enable-server-load-tracking", "enable_server_load_tracking", _boolean, "count requests in /load", switch=True),
+    Flag(
+        "enable-responses-store", "enable_responses_store", _boolean, switch=True,
+        help="keep responses for GET, background and previous_response_id (also VLLM_ENABLE_RESPONSES_API_STORE=1)",
+    ),
+    Flag("disable-fastapi-docs", "disable_fastapi_docs", _boolean, "no /openapi.json, /docs, /redoc", switch=True),
+    Flag("runner", "runner", _choice("generate", "pooling"), "what the model does: text or vectors"),
+    Flag("convert", "convert", _optional(_choice("embed", "classify")), "what a pooling model gives"),
     Flag("enable-prompt-tokens-details", "enable_prompt_tokens_details", _boolean, "cached tokens in usage", switch=True),
     Flag("enable-per-request-metrics", "enable_per_request_metrics", _boolean, "timings of each request in its answer", switch=True),
     Flag("enable-force-include-usage", "enable_force_include_usage", _boolean, "usage in every stream", switch=True),
@@ -249,6 +256,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag("head-timeout", "limits.head_timeout_ns", _duration, "longest time for a head to arrive (408)"),
     Flag("write-buffer-bytes", "limits.write_buffer_bytes", _integer(4096), "unsent bytes after which a stream is held back"),
     Flag("write-deadline", "limits.write_deadline_ns", _duration, "how long a held-back stream may stay so before it is cut"),
+    Flag("max-stored-responses", "limits.stored_responses", _POSITIVE, "most responses kept; the oldest goes first"),
     Flag("max-open-answers", "limits.open_answers", _POSITIVE, "most requests at work at once"),
     Flag("max-connections", "limits.connections", _POSITIVE, "most connections at once; further ones are closed"),
 )

@@ -4,9 +4,9 @@ FOREIGN_FLAGS = frozenset(
     """
     additional-config all2all-backend allow-credentials allowed-headers allowed-local-media-path allowed-methods attention-backend
     calculate-kv-scales chat-template chat-template-content-format code-revision collect-detailed-traces compilation-config
-    config config-format convert cpu-offload-gb cudagraph-capture-sizes data-parallel-address data-parallel-backend
+    config config-format cpu-offload-gb cudagraph-capture-sizes data-parallel-address data-parallel-backend
     data-parallel-rpc-port data-parallel-start-rank default-mm-loras device disable-cascade-attn disable-custom-all-reduce
-    disable-fastapi-docs disable-frontend-multiprocessing disable-hybrid-kv-cache-manager disable-log-requests disable-log-stats
+    disable-frontend-multiprocessing disable-hybrid-kv-cache-manager disable-log-requests disable-log-stats
     disable-sliding-window distributed-executor-backend download-dir dtype enable-chunked-prefill enable-dbo enable-eplb
     enable-expert-parallel enable-lora-bias enable-multimodal-encoder-data-parallel enable-prompt-embeds
     enable-sleep-mode enable-ssl-refresh enforce-eager fully-sharded-loras generation-config
@@ -18,7 +18,7 @@ FOREIGN_FLAGS = frozenset(
     mm-encoder-tp-mode mm-processor-cache-gb mm-processor-kwargs model-impl model-loader-extra-config multi-step-stream-outputs
     num-gpu-blocks numa-bind override-attention-dtype override-generation-config override-pooler-config pipeline-parallel-size
     pooler-config preemption-mode prefill-context-parallel-size quantization ray-workers-use-nsight renderer-num-workers
-    response-role revision root-path rope-scaling rope-theta runner safetensors-load-strategy scheduler-cls
+    response-role revision root-path rope-scaling rope-theta safetensors-load-strategy scheduler-cls
     scheduling-delay-factor show-hidden-metrics-for-version skip-mm-profiling skip-tokenizer-init speculative-config
     ssl-ca-certs ssl-cert-reqs ssl-ciphers structured-outputs-config swap-space task tensor-parallel-size tokenizer-mode
     tokenizer-revision tool-parser-plugin tool-server trust-remote-code use-tqdm-on-load uvicorn-log-level

@@ -24,7 +24,7 @@ from windtunnel.wire.output import ChoiceState
 if TYPE_CHECKING:
     from windtunnel.serve.state import Server
 
-_STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8")]
+STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8")]
 _KEEP_ALIVE_FRAME = b": keep-alive\n\n"
 _LATE_REFUSALS = ("paused",)
 """Found at engine input even for a single sequence: a streamed answer has sent its head by then (§3.8)."""
@@ -71,7 +71,7 @@ class GenerateRoute:
         if error is None:
             job = self._server.jobs.start(generation, answer, choices, arrival_ns)
             if isinstance(job, Refusal):
-                error = _refused(job)
+                error = refused(job)
             else:
                 await self._wait(job, answer, scope, end)
                 error = answer.error
@@ -97,16 +97,17 @@ class GenerateRoute:
         if len(choices) == 1 and generation.late_error is None:
             job = self._server.jobs.start(generation, answer, choices, arrival_ns)
             if isinstance(job, Refusal) and job.reason not in _LATE_REFUSALS:
-                await send_bytes(send, job.status, self._family.error_body(_refused(job)))
+                await send_bytes(send, job.status, self._family.error_body(refused(job)))
                 return
-        await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+        await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+        answer.begin()
         sink.open()
         if generation.late_error is not None:
             answer.fail(generation.late_error)
         elif job is None:
             job = self._server.jobs.start(generation, answer, choices, arrival_ns)
         if isinstance(job, Refusal):
-            answer.fail(_refused(job))
+            answer.fail(refused(job))
         if isinstance(job, Job):
             keep_alive = self._server.keep_alive(answer, partial(_tokens_so_far, job, answer), _KEEP_ALIVE_FRAME)
             try:
@@ -114,7 +115,9 @@ class GenerateRoute:
             finally:
                 keep_alive()
         stall.cancel()
-        if not line.gone:
+        if answer.cut:
+            sink.end_cut()
+        elif not line.gone:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _wait(self, job: Job, answer: Answer, scope: Scope, end: "End") -> None:
@@ -212,7 +215,7 @@ def _tokens_so_far(job: Job, answer: Answer) -> int:
     return answer.usage.completion_tokens
 
 
-def _refused(refusal: Refusal) -> WireError:
+def refused(refusal: Refusal) -> WireError:
     return WireError(refusal.message, refusal.status, refusal.kind)
 
 

@@ -112,6 +112,10 @@ class ChunkSink:
     def on_writable(self, callback: Callable[[], None]) -> None:
         self._line.writable_callback = callback
 
+    def end_cut(self) -> None:
+        """Send what has been written, then close without the terminating chunk."""
+        self._transport.close()
+
     def cut(self) -> None:
         """Close the connection without the terminating chunk."""
         self._transport.abort()

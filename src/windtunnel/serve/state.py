@@ -27,8 +27,9 @@ from windtunnel.serve.keepalive import keep_alive
 from windtunnel.serve.operator import OperatorState
 from windtunnel.serve.seams import Seams, load
 from windtunnel.serve.sources import SourceMaker
+from windtunnel.serve.stored import BackgroundRuns, StoredResponses
 from windtunnel.serve.streams import StreamedAnswer
-from windtunnel.wire.env import ServerEnv
+from windtunnel.wire.env import ResponseStore, ServerEnv
 from windtunnel.wire.family import WireError
 from windtunnel.wire.http import body_too_large
 from windtunnel.wire.recorded import RecordedPlayer, RecordedResponses, read_lines
@@ -53,7 +54,9 @@ class Server:
         self._failing = random.Random(config.seed + 1)
         self._ids = random.Random()
         self.tokenizer = load_tokenizer(config)
-        self.env = make_env(config, self.tokenizer, self.new_id)
+        self.stored = StoredResponses(config.limits.stored_responses)
+        self.background = BackgroundRuns(config.limits.stored_responses)
+        self.env = make_env(config, self.tokenizer, self.new_id, self.stored)
         self.engine: VllmEngine = self.seams.engine(
             VllmEngine(self._engine_config(config), make_pacing(config.pacing, self._chance))
         )
@@ -155,7 +158,7 @@ def load_recorded(config: ServeConfig, tokenizer: Tokenizer) -> RecordedPlayer |
         raise UsageError(f"--responses: {error}") from None
 
 
-def make_env(config: ServeConfig, tokenizer: Tokenizer, new_id: Callable[[], str]) -> ServerEnv:
+def make_env(config: ServeConfig, tokenizer: Tokenizer, new_id: Callable[[], str], stored: ResponseStore) -> ServerEnv:
     loras = {name: Lora(name, path, number) for number, (name, path) in enumerate(config.lora_modules, start=1)}
     env = ServerEnv(
         served_models=config.names,
@@ -166,6 +169,7 @@ def make_env(config: ServeConfig, tokenizer: Tokenizer, new_id: Callable[[], str
         root=config.model,
         loras=loras,
         version=config.vllm_version,
+        stored=stored if config.enable_responses_store else None,
         **model_defaults(config, tokenizer),
     )
     same_name = (

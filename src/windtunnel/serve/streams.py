@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from windtunnel.core.outputs import TokenOutput
-from windtunnel.wire.family import ChoiceResult, Delta, StreamEncoder, Usage, WireError
+from windtunnel.wire.family import ChoiceResult, Delta, OpeningEncoder, StreamEncoder, Usage, WireError
 from windtunnel.wire.output import ChoiceState, merge
 
 
@@ -134,6 +134,13 @@ class StreamedAnswer(Answer):
         self._stalled = stalled
         self._held: dict[int, Delta] = {}
         self.deltas = 0
+        self.cut = False
+        """The body ends without its terminating chunk."""
+
+    def begin(self) -> None:
+        """The head is out: send what the family sends with it. Called before the sink takes deltas."""
+        if isinstance(self._encoder, OpeningEncoder):
+            self._sink.write(self._encoder.opening())
 
     def _emit(self, delta: Delta) -> None:
         self.deltas += 1
@@ -155,7 +162,9 @@ class StreamedAnswer(Answer):
 
     def fail(self, error: WireError) -> None:
         if self.open:
-            self._sink.write(self._release_frames() + self._encoder.error(error))
+            frames, last = self._release_frames(), self._encoder.error(error)
+            self.cut = last is None
+            self._sink.write(frames + (last or b""))
             super().fail(error)
 
     def keep_alive(self, frame: bytes) -> None:

@@ -4,14 +4,30 @@ A change at run time (an adapter loaded) makes a new value with `dataclasses.rep
 """
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Protocol
 
 from windtunnel.core.request import Lora
 from windtunnel.core.tokenizer import Tokenizer
 from windtunnel.wire.vllm.versions import LATEST, Profile, profile
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A stored response: its JSON value, and the conversation that led to it (without instructions)."""
+
+    body: Mapping[str, Any]
+    messages: Sequence[Mapping[str, Any]]
+
+
+class ResponseStore(Protocol):
+    """Where responses are kept by id. Owned by the server."""
+
+    def get(self, response_id: str) -> Stored | None: ...
+
+    def put(self, response_id: str, stored: Stored) -> None: ...
 
 
 def counting_ids() -> Callable[[], str]:
@@ -57,6 +73,8 @@ class ServerEnv:
     return_tokens_as_token_ids: bool = False
     trust_request_chat_template: bool = False
     trust_request_mm_kwargs: bool = False
+    stored: ResponseStore | None = None
+    """None: `store` is ignored (`VLLM_ENABLE_RESPONSES_API_STORE` is off)."""
     fingerprint: str = ""
     """8 hex digits, stable for one configuration; derived from the other fields when empty."""
 

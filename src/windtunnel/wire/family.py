@@ -7,7 +7,7 @@ is copied into its frozen spec before the first byte leaves (the ownership rule 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from windtunnel.core.request import Lora
 
@@ -98,9 +98,16 @@ class StreamEncoder(Protocol):
         """What ends a good stream: the usage chunk when asked for, then the family's terminator."""
         ...
 
-    def error(self, error: WireError) -> bytes:
-        """An error after the head, in this family's own form, with its terminator."""
+    def error(self, error: WireError) -> bytes | None:
+        """An error after the head, in this family's own form, with its terminator. None: the body is cut without one."""
         ...
+
+
+@runtime_checkable
+class OpeningEncoder(Protocol):
+    """An encoder with frames that leave with the head, before any delta."""
+
+    def opening(self) -> bytes: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
 """The routes that generate nothing, by subject. One table: path, methods, endpoint."""
 
-from windtunnel.serve.operations import adapters, control, debug, engine_info, pages
+from windtunnel.serve.operations import adapters, api, control, debug, engine_info, pages
 from windtunnel.serve.operations.endpoint import Row, Rule, Simple
 from windtunnel.serve.operations.pages import MetricsPage
+from windtunnel.serve.responses import CancelRoute, RetrieveRoute
 from windtunnel.serve.state import Server
 
 __all__ = ["table"]
@@ -13,6 +14,9 @@ def table(server: Server) -> list[Row]:
     rows: list[Row] = [
         (rule.path, rule.methods, Simple(server, rule.handle, reads_body="POST" in rule.methods)) for rule in rules(server)
     ]
+    if server.config.runner == "generate":
+        rows.append(("/v1/responses/{response_id}", ["GET"], RetrieveRoute(server)))
+        rows.append(("/v1/responses/{response_id}/cancel", ["POST"], CancelRoute(server)))
     return [*rows, ("/metrics", None, MetricsPage(server))]
 
 
@@ -23,6 +27,7 @@ def rules(server: Server) -> list[Rule]:
         (pages.ALWAYS, True),
         (debug.ALWAYS, True),
         (control.SCALE_OUT if config.enable_scale_out else control.SCALE_OUT_OFF, True),
+        (api.GENERATION, config.runner == "generate"),
         (pages.TOKENIZER_INFO, config.enable_tokenizer_info_endpoint),
         (engine_info.PROFILER, config.profiler_config is not None),
         (adapters.RUNTIME_LORA, config.runtime_lora),

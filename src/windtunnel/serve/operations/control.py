@@ -5,12 +5,12 @@ from typing import Any
 from windtunnel.core.vllm.control import PAUSE_MODES, PauseMode
 from windtunnel.serve.asgi import JSON
 from windtunnel.serve.clock import now_ns
-from windtunnel.serve.operations.endpoint import Call, Reply, Rule, empty, get, json_reply, post
+from windtunnel.serve.operations.endpoint import Call, Handler, Reply, Rule, empty, get, json_reply, post
 from windtunnel.serve.state import Server
 from windtunnel.wire.family import WireError
 from windtunnel.wire.http import BAD_REQUEST, parse_json, read_json
 from windtunnel.wire.vllm.generate import disabled
-from windtunnel.wire.vllm.render import SCALE_OUT_PATHS, chat_render, completions_render
+from windtunnel.wire.vllm.render import DERENDER_PATHS, ROUTES, SCALE_OUT_PATHS, Render
 
 _SLEEP_LEVELS = range(3)
 
@@ -41,16 +41,17 @@ def _forbidden(_server: Server, _call: Call) -> Reply:
     raise disabled()
 
 
-def _completions_render(server: Server, call: Call) -> Reply:
-    return Reply(completions_render(call.body, call.headers, server.env), content_type=JSON)
+def rendering(render: Render) -> Handler:
+    """A route whose whole answer a function of `wire` makes from the body."""
+
+    def handle(server: Server, call: Call) -> Reply:
+        return Reply(render(call.body, call.headers, server.env), 200, JSON)
+
+    return handle
 
 
-def _chat_render(server: Server, call: Call) -> Reply:
-    return Reply(chat_render(call.body, call.headers, server.env), content_type=JSON)
-
-
-def _not_simulated(_server: Server, _call: Call) -> Reply:
-    raise WireError("This route is not simulated.", 501, "NotImplementedError")
+def _derender(_server: Server, _call: Call) -> Reply:
+    raise WireError("Turning token outputs back into the API form is not simulated", 501, "NotImplementedError")
 
 
 def _mode(call: Call) -> PauseMode:
@@ -139,12 +140,11 @@ def _reset(server: Server, *, reset_running: bool) -> bool:
     return done
 
 
-_SCALE_OUT = {
-    "/inference/v1/abort_requests": _scale_out_abort,
-    "/v1/completions/render": _completions_render,
-    "/v1/chat/completions/render": _chat_render,
-}
-SCALE_OUT: tuple[Rule, ...] = tuple(post(path, _SCALE_OUT.get(path, _not_simulated)) for path in SCALE_OUT_PATHS)
+SCALE_OUT: tuple[Rule, ...] = (
+    post("/inference/v1/abort_requests", _scale_out_abort),
+    *(post(path, rendering(read)) for path, read in ROUTES.items()),
+    *(post(path, _derender) for path in DERENDER_PATHS),
+)
 SCALE_OUT_OFF: tuple[Rule, ...] = tuple(post(path, _forbidden) for path in SCALE_OUT_PATHS)
 DEVELOPER: tuple[Rule, ...] = (
     post("/abort_requests", _abort_requests),

@@ -5,8 +5,11 @@ from collections.abc import Sequence
 from windtunnel.wire.family import Family
 
 
-def families() -> Sequence[Family]:
-    """The generating families, one module each. Imported here: `wire.env` needs this package's table of versions first."""
-    from windtunnel.wire.vllm import chat, chat_batch, completions, generate, invocations
+def families(runner: str = "generate") -> Sequence[Family]:
+    """The families that run requests in the engine, one module each.
 
-    return (completions, chat, chat_batch, generate, invocations)
+    Imported here: `wire.env` needs this package's table of versions first.
+    """
+    from windtunnel.wire.vllm import chat, chat_batch, completions, generate, invocations, messages, responses, scoring
+
+    return (completions, chat, chat_batch, responses, messages, generate, invocations, scoring)

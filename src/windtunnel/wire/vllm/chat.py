@@ -1,7 +1,7 @@
 """`/v1/chat/completions` (vLLM reference §2.3, §2.4, §3.2)."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
@@ -222,6 +222,8 @@ def plan_request(request: ChatCompletionRequest, headers: Mapping[str, str], env
     check_cache_salt(request.cache_salt, env)
     messages, planned = render(request.messages, request, env)
     sampled = chat_sampling(request, env, len(planned.token_ids))
+    if tools is not None or env.reasoning_parser is not None:
+        sampled = replace(sampled, skip_special_tokens=False)  # the parsers need their tags, as vLLM's own do
     sampling.check_ranges(sampled, env)
     answer = wanted_answer(request, tools, planned, env)
     routing = Routing.read(request, headers, env)
@@ -397,7 +399,7 @@ class ChatEncoder:
         self._plain = not (parsed or spec.token_ids or spec.continuous_usage or spec.top_logprobs is not None)
         self._counts = [0] * spec.n
         self._called = [False] * spec.n
-        self._reasoned = [_ReasoningCount(spec) for _ in range(spec.n)] if spec.env.reasoning_parser else []
+        self._reasoned = [ReasoningCount(spec) for _ in range(spec.n)] if spec.env.reasoning_parser else []
         self._roles_sent = False
 
     def delta(self, delta: Delta, usage: Usage) -> bytes:
@@ -507,7 +509,7 @@ class ChatEncoder:
         return b"%b%b\n\n" % (self._top, http.dumps(told)[1:])
 
 
-class _ReasoningCount:
+class ReasoningCount:
     """Counts the reasoning tokens of one choice as they come."""
 
     __slots__ = ("_done", "_end", "_eos", "_start", "total")
@@ -572,7 +574,7 @@ def body(generation: Generation, choices: Sequence[ChoiceResult], usage: Usage) 
 def _completion_details(spec: ChatSpec, choices: Sequence[ChoiceResult]) -> dict[str, Any] | None:
     if spec.env.reasoning_parser is None:
         return None
-    counters = [_ReasoningCount(spec) for _ in choices]
+    counters = [ReasoningCount(spec) for _ in choices]
     for counter, choice in zip(counters, choices, strict=True):
         counter.add(choice.token_ids)
     return {"reasoning_tokens": sum(counter.total for counter in counters)}

@@ -1,106 +1,143 @@
-"""The render routes: template and tokenizer only, answered with what `/inference/v1/generate` takes (vLLM reference §1.3)."""
+"""Render routes: template and tokenizer only; the answer is a request to `/inference/v1/generate` (vLLM reference §1.3).
 
-from collections.abc import Mapping
+Key order and the odd template arguments are those of the recordings (vLLM 0.32.0 with a reasoning parser).
+"""
+
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from windtunnel.wire import http
 from windtunnel.wire.env import ServerEnv
-from windtunnel.wire.family import Generation, SamplingPlan
-from windtunnel.wire.http import dumps
-from windtunnel.wire.vllm import chat, completions
+from windtunnel.wire.family import Generation, PromptPlan
+from windtunnel.wire.vllm import chat, completions, messages, responses, sampling
 from windtunnel.wire.vllm.generate import disabled
+from windtunnel.wire.vllm.responses_in import ResponsesRequest
 
-SCALE_OUT_PATHS = (
-    "/v1/completions/render",
-    "/v1/chat/completions/render",
-    "/v1/responses/render",
-    "/v1/messages/render",
-    "/v1/completions/derender",
-    "/v1/chat/completions/derender",
-    "/inference/v1/abort_requests",
-)
-"""Routes that answer 403 on a server without `--enable-scale-out` (`generate` does so itself)."""
+Render = Callable[[bytes, Mapping[str, str], ServerEnv], bytes]
+
+_DELTA, _FINAL_ONLY = 1, 2
+"""vLLM's output kinds."""
 
 
-def refuse_when_disabled(env: ServerEnv) -> None:
+def _check_enabled(env: ServerEnv) -> None:
     if not env.enable_scale_out:
         raise disabled()
 
 
-def completions_render(body: bytes, headers: Mapping[str, str], env: ServerEnv) -> bytes:
-    """One rendered request for each prompt. Raises WireError."""
-    refuse_when_disabled(env)
-    generation = _good(completions.plan(body, headers, env))
-    return dumps([_rendered(generation, prompt.token_ids, {}) for prompt in generation.prompts])
-
-
-def chat_render(body: bytes, headers: Mapping[str, str], env: ServerEnv) -> bytes:
-    """The rendered conversation. Raises WireError."""
-    refuse_when_disabled(env)
-    generation = _good(chat.plan(body, headers, env))
-    return dumps(_rendered(generation, generation.prompts[0].token_ids, _reasoning(generation)))
-
-
 def _good(generation: Generation) -> Generation:
+    """What the engine's input stage would refuse is refused here."""
     if generation.late_error is not None:
         raise generation.late_error
     return generation
 
 
-def _reasoning(generation: Generation) -> dict[str, Any]:
-    """With a reasoning parser the template's arguments travel on, and special tokens stay visible for it."""
-    spec: chat.ChatSpec = generation.spec
-    if spec.env.reasoning_parser is None:
-        return {}
-    template = {"cohere_format": "cmd4", "add_generation_prompt": spec.role == "assistant", "continue_final_message": False}
-    return {"reasoning_ended": False, "reasoning_parser_kwargs": {"chat_template_kwargs": template}}
+def completions_render(body: bytes, headers: Mapping[str, str], env: ServerEnv) -> bytes:
+    """A list: one entry for each prompt. All of these raise WireError."""
+    _check_enabled(env)
+    request = http.read_model(completions.CompletionRequest, body, headers)
+    planned = _good(completions.plan_request(request, headers, env))
+    return http.dumps([_value(planned, prompt, request, None, None, env) for prompt in planned.prompts])
 
 
-def _rendered(generation: Generation, token_ids: tuple[int, ...], reasoning: dict[str, Any]) -> dict[str, Any]:
-    told: dict[str, Any] = {
-        "request_id": generation.response_id,
-        "token_ids": list(token_ids),
+def chat_render(body: bytes, headers: Mapping[str, str], env: ServerEnv) -> bytes:
+    _check_enabled(env)
+    request = http.read_model(chat.ChatCompletionRequest, body, headers)
+    return _chat_value(_good(chat.plan_request(request, headers, env)), request, env)
+
+
+def responses_render(body: bytes, headers: Mapping[str, str], env: ServerEnv) -> bytes:
+    _check_enabled(env)
+    request = http.read_model(ResponsesRequest, body, headers)
+    planned = _good(responses.plan_request(request, headers, env))
+    return _chat_value(planned, responses.chat_request(request, (), env), env)
+
+
+def messages_render(body: bytes, headers: Mapping[str, str], env: ServerEnv) -> bytes:
+    _check_enabled(env)
+    request = http.read_model(messages.MessagesRequest, body, headers)
+    planned = _good(messages.plan_request(request, headers, env))
+    return _chat_value(planned, messages.chat_request(request, env), env)
+
+
+def _chat_value(planned: Generation, request: chat.ChatCompletionRequest, env: ServerEnv) -> bytes:
+    template = {
+        "cohere_format": "cmd4",
+        "add_generation_prompt": request.add_generation_prompt,
+        "continue_final_message": request.continue_final_message,
+    }
+    parsed = env.reasoning_parser is not None
+    kwargs = {"chat_template_kwargs": template | dict(request.chat_template_kwargs or {})} if parsed else None
+    return http.dumps(_value(planned, planned.prompts[0], request, False if parsed else None, kwargs, env))
+
+
+def _value(
+    planned: Generation, prompt: PromptPlan, request: Any, reasoning_ended: bool | None, kwargs: Any, env: ServerEnv
+) -> dict[str, Any]:
+    return {
+        "request_id": planned.response_id,
+        "token_ids": list(prompt.token_ids),
         "token_offsets": None,
         "features": None,
         "content_parts": None,
-        "sampling_params": _sampling_params(generation.sampling, visible_specials=bool(reasoning)),
-        "model": generation.model,
-        "reasoning_ended": None,
-        "reasoning_parser_kwargs": None,
-        "return_token_ids": None,
+        "sampling_params": _sampling_value(planned, request, env),
+        "model": planned.model,
+        "reasoning_ended": reasoning_ended,
+        "reasoning_parser_kwargs": kwargs,
+        "return_token_ids": request.return_token_ids,
         "output_mode": "tokens",
-        "stream": generation.stream,
-        "stream_options": None,
-        "cache_salt": generation.cache_salt,
-        "priority": generation.priority,
-        "kv_transfer_params": generation.kv_transfer,
-        "ec_transfer_params": None,
+        "stream": planned.stream,
+        "stream_options": request.stream_options.model_dump() if request.stream_options else None,
+        "cache_salt": planned.cache_salt,
+        "priority": planned.priority,
+        "kv_transfer_params": planned.kv_transfer,
+        "ec_transfer_params": request.ec_transfer_params,
     }
-    return told | reasoning
 
 
-def _sampling_params(plan: SamplingPlan, *, visible_specials: bool) -> dict[str, Any]:
-    """The engine's parameters: numbers with a fraction and lists always, the others where they are not the default."""
-    whole: dict[str, Any] = {
-        "n": plan.n if plan.n != 1 else None,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "repetition_penalty": 1.0,
-        "temperature": plan.temperature,
-        "top_p": 1.0,
-        "min_p": 0.0,
+_DEFAULTS: Mapping[str, Any] = {
+    "n": 1, "top_k": 0, "seed": None, "ignore_eos": False, "min_tokens": 0, "logprobs": None, "prompt_logprobs": None,
+    "skip_special_tokens": True,
+}  # fmt: skip
+"""Members that are left out at their defaults."""
+
+
+def _sampling_value(planned: Generation, request: Any, env: ServerEnv) -> dict[str, Any]:
+    plan = planned.sampling
+    sampled = sampling.from_request(
+        request, env, max_tokens=plan.max_tokens, logprobs=plan.logprobs, prompt_logprobs=plan.prompt_logprobs
+    )
+    values: dict[str, Any] = {
+        "n": plan.n,
+        "presence_penalty": sampled.presence_penalty,
+        "frequency_penalty": sampled.frequency_penalty,
+        "repetition_penalty": sampled.repetition_penalty,
+        "temperature": sampled.temperature,
+        "top_p": sampled.top_p,
+        "top_k": sampled.top_k,
+        "min_p": sampled.min_p,
         "seed": plan.seed,
         "stop": list(plan.stop),
-        "stop_token_ids": [],
-        "ignore_eos": plan.ignore_eos or None,
+        "stop_token_ids": list(sampled.stop_token_ids),
+        "ignore_eos": plan.ignore_eos,
         "max_tokens": plan.max_tokens,
-        "min_tokens": plan.min_tokens or None,
+        "min_tokens": plan.min_tokens,
         "logprobs": plan.logprobs,
         "prompt_logprobs": plan.prompt_logprobs,
-        "skip_special_tokens": False if visible_specials or not plan.skip_special_tokens else None,
-        "include_stop_str_in_output": plan.include_stop_str or None,
-        "output_kind": 2,
+        "skip_special_tokens": plan.skip_special_tokens,
+        "output_kind": _DELTA if planned.stream else _FINAL_ONLY,
         "skip_clone": True,
-        "bad_words": [],
+        "bad_words": list(request.bad_words),
         "skip_reading_prefix_cache": plan.prompt_logprobs is not None,
     }
-    return {name: value for name, value in whole.items() if value is not None}
+    return {key: value for key, value in values.items() if key not in _DEFAULTS or value != _DEFAULTS[key]}
+
+
+ROUTES: Mapping[str, Render] = {
+    "/v1/completions/render": completions_render,
+    "/v1/chat/completions/render": chat_render,
+    "/v1/responses/render": responses_render,
+    "/v1/messages/render": messages_render,
+}
+SCALE_OUT_PATHS = (*ROUTES, "/v1/completions/derender", "/v1/chat/completions/derender", "/inference/v1/abort_requests")
+"""Routes that answer 403 on a server without `--enable-scale-out` (`generate` does so itself)."""
+DERENDER_PATHS = ("/v1/completions/derender", "/v1/chat/completions/derender")

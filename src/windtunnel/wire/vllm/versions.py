@@ -22,11 +22,17 @@ class Profile:
     """Every completion chunk carries `kv_transfer_params` at top level."""
     cache_salt_max_chars: int
     cache_salt_forbidden: str
+    anthropic_error_types: bool
+    """`/v1/messages` names errors as Anthropic does (`invalid_request_error`), not by vLLM's own kinds."""
+    responses_incomplete_event: bool
+    """A Responses stream that hit its token limit ends with `response.incomplete`, not `response.completed`."""
+    responses_cache_members: bool
+    """Responses echo `prompt_cache_*` and `safety_identifier`."""
 
 
 _TABLE = {
-    (0, 32): Profile("0.32.0", False, True, False, 1024, ""),
-    (0, 33): Profile("0.33.0", True, False, True, 128, "@/\\\0"),
+    (0, 32): Profile("0.32.0", False, True, False, 1024, "", False, False, False),
+    (0, 33): Profile("0.33.0", True, False, True, 128, "@/\\\0", True, True, True),
 }
 
 
