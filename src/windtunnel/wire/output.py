@@ -159,7 +159,7 @@ class ChoiceState:
 
     @property
     def plain(self) -> bool:
-        """Every token so far stood for itself, and nobody asks for more than its text: a caller may write tokens past this state.
+        """Every token so far stood for itself, and nobody asks for more than text: a caller may write tokens past this state.
 
         It then adds them to `completion_tokens`.
         """
