@@ -11,12 +11,14 @@ from windtunnel.wire.env import ServerEnv, counting_ids
 from windtunnel.wire.family import Delta, Generation, Usage, WireError
 from windtunnel.wire.output import ChoiceState
 from windtunnel.wire.recorded import Playback, RecordedPlayer
-from windtunnel.wire.vllm import chat, chat_batch, completions, generate, invocations, models, render, tokenize
+from windtunnel.wire.vllm import chat, chat_batch, completions, generate, invocations, models, render, scoring, tokenize
 
 BLOCK_SIZE = 32
 SIMPLE: Mapping[str, Callable[..., bytes]] = {
     "/tokenize": tokenize.tokenize,
     "/detokenize": tokenize.detokenize,
+    "/generative_scoring": scoring.generative_scoring,
+    "/v1/systemone": scoring.systemone,
     "/v1/completions/render": render.completions_render,
     "/v1/chat/completions/render": render.chat_render,
 }

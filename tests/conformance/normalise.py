@@ -47,7 +47,9 @@ def number_or_null(want: Any, have: Any) -> bool:
 
 
 _HEX = "[0-9a-f]"
-_GENERATED = rf"(cmpl|chatcmpl|resp|msg|rs|fc|call|chatcmpl-tool|modelperm|generate-tokens)[-_]{_HEX}{{12,32}}"
+_GENERATED = (
+    rf"(cmpl|chatcmpl|resp|msg|rs|fc|call|chatcmpl-tool|modelperm|generate-tokens|generative-scoring)[-_]{_HEX}{{12,32}}"
+)
 _TOP = r"(.*\.)?logprobs\.content\[\]\.top_logprobs\[\]"
 
 TABLE: tuple[Free, ...] = (
@@ -56,6 +58,7 @@ TABLE: tuple[Free, ...] = (
     Free(
         r"system_fingerprint", both_match(rf"vllm-0\.32\.0-{_HEX}{{8}}"), "a digest of the configuration; its form is compared"
     ),
+    Free(r"data\[\]\.score", both_numbers, "probabilities of a model that is not there"),
     Free(r"metrics\.[a-z_]+", number_or_null, "measured times"),
     Free(r"(.*\.)?logprobs\.token_logprobs\[\]", number_or_null, "probabilities of a model that is not there"),
     Free(r"(.*\.)?logprobs\.top_logprobs\[\]", both_maps, "which alternatives a model had, and how likely they were"),
