@@ -250,7 +250,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag("write-buffer-bytes", "limits.write_buffer_bytes", _integer(4096), "unsent bytes after which a stream is held back"),
     Flag("write-deadline", "limits.write_deadline_ns", _duration, "how long a held-back stream may stay so before it is cut"),
     Flag("max-open-answers", "limits.open_answers", _POSITIVE, "most requests at work at once"),
-    Flag("max-connections", "limits.connections", _POSITIVE, "most connections at once; further ones are closed"),
+    Flag("max-connections", "limits.connections", _POSITIVE, "most connections at once; requests on further ones get 503"),
 )
 
 _BY_NAME = {name: flag for flag in FLAGS for name in (flag.name, *flag.aliases)}
