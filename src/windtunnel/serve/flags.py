@@ -258,7 +258,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag("write-deadline", "limits.write_deadline_ns", _duration, "how long a held-back stream may stay so before it is cut"),
     Flag("max-stored-responses", "limits.stored_responses", _POSITIVE, "most responses kept; the oldest goes first"),
     Flag("max-open-answers", "limits.open_answers", _POSITIVE, "most requests at work at once"),
-    Flag("max-connections", "limits.connections", _POSITIVE, "most connections at once; further ones are closed"),
+    Flag("max-connections", "limits.connections", _POSITIVE, "most connections at once; requests on further ones get 503"),
 )
 
 _BY_NAME = {name: flag for flag in FLAGS for name in (flag.name, *flag.aliases)}
