@@ -7,8 +7,8 @@ import pytest
 from tests.wire.vllm_env import JSON, env, plan
 
 from windtunnel.core.request import Lora
-from windtunnel.wire.family import WireError
-from windtunnel.wire.vllm import chat, chat_batch, completions, invocations, messages_in, models, scoring, tokenize
+from windtunnel.wire.family import Usage, WireError
+from windtunnel.wire.vllm import chat, chat_batch, completions, decisions, invocations, messages_in, models, scoring, tokenize
 
 HELLO = [{"role": "user", "content": "hello"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
@@ -230,20 +230,20 @@ def test_model_cards() -> None:
 
 def test_scoring_is_a_function_of_the_prompt() -> None:
     body = b'{"query": " apple", "items": [" banana", " cherry"], "label_token_ids": [4, 5]}'
-    first, again = (json.loads(scoring.generative_scoring(body, JSON, env())) for _ in range(2))
-    assert first["data"] == again["data"] and [row["index"] for row in first["data"]] == [0, 1]
-    assert all(0 < row["score"] < 1 for row in first["data"])
-    assert first["usage"]["prompt_tokens"] == 4 and first["usage"]["completion_tokens"] == 2
+    first, again = (scoring.plan(body, JSON, env()) for _ in range(2))
+    rows = [json.loads(scoring.body(planned, (), Usage(4, 2)))["data"] for planned in (first, again)]
+    assert rows[0] == rows[1] and [row["index"] for row in rows[0]] == [0, 1]
+    assert all(0 < row["score"] < 1 for row in rows[0])
 
 
 @pytest.mark.parametrize(
     ("call", "body", "status"),
     [
-        (scoring.generative_scoring, b'{"query": "a", "items": [], "label_token_ids": [1]}', 400),
-        (scoring.generative_scoring, b'{"query": "a", "items": ["b"], "label_token_ids": [999999]}', 400),
-        (scoring.generative_scoring, b'{"query": "a"}', 400),
-        (scoring.systemone, b"{}", 400),
-        (scoring.systemone, b'{"state": {}, "questions": {}}', 501),
+        (scoring.plan, b'{"query": "a", "items": [], "label_token_ids": [1]}', 400),
+        (scoring.plan, b'{"query": "a", "items": ["b"], "label_token_ids": [999999]}', 400),
+        (scoring.plan, b'{"query": "a"}', 400),
+        (decisions.refuse, b"{}", 400),
+        (decisions.refuse, b'{"state": {}, "questions": {}}', 501),
     ],
 )
 def test_scoring_refusals(call: Any, body: bytes, status: int) -> None:
