@@ -84,7 +84,9 @@ async def test_a_huge_head_is_refused(shape: str) -> None:
         await is_well(server)
 
 
-@pytest.mark.xfail(strict=True, reason="serve/http11.py counts the head by reads: one that arrives in a single read is not limited")
+@pytest.mark.xfail(
+    strict=True, reason="serve/http11.py counts the head by reads: one that arrives in a single read is not limited"
+)
 async def test_a_small_limit_holds_for_a_head_in_one_read() -> None:
     async with live(limits__head_bytes=4096) as server:
         answer = await exchange(server, HEAD + b"X-Large: " + b"a" * 60_000 + b"\r\nContent-Length: 49\r\n\r\n" + JSON)
@@ -118,7 +120,9 @@ async def test_a_head_that_drips_is_408_too() -> None:
         await is_well(server)
 
 
-SILENT = pytest.mark.xfail(strict=True, reason="serve/http11.py: a connection that never says anything is never closed", raises=TimeoutError)
+SILENT = pytest.mark.xfail(
+    strict=True, reason="serve/http11.py: a connection that never says anything is never closed", raises=TimeoutError
+)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +164,12 @@ async def test_an_oversized_body_is_413_in_json(chunked: bool) -> None:
     async with live(limits__body_bytes=1000) as server:
         body = b"x" * 3000
         if chunked:
-            data = HEAD + b"Transfer-Encoding: chunked\r\nConnection: close\r\n\r\n" + b"3e8\r\n%b\r\n" % body[:1000] * 3 + b"0\r\n\r\n"
+            data = (
+                HEAD
+                + b"Transfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
+                + b"3e8\r\n%b\r\n" % body[:1000] * 3
+                + b"0\r\n\r\n"
+            )
         else:
             data = HEAD + b"Connection: close\r\nContent-Length: 3000\r\n\r\n" + body
         client = await RawClient.connect(server.port)
@@ -188,7 +197,9 @@ async def test_an_endless_body_is_cut() -> None:
 
 
 @pytest.mark.xfail(
-    strict=True, raises=TimeoutError, reason="serve/http11.py stops reading at the pipelining limit, which hides the client's leaving"
+    strict=True,
+    raises=TimeoutError,
+    reason="serve/http11.py stops reading at the pipelining limit, which hides the client's leaving",
 )
 async def test_pipelining_beyond_the_limit_does_not_hide_the_departure() -> None:
     async with live(pacing__itl_ns=FOREVER_NS) as server:
