@@ -1,11 +1,39 @@
 """KV memory of one engine: page pool and radix cache together, in the sizes that admission thinks in."""
 
 from collections.abc import Iterable
+from typing import Protocol
 
 from windtunnel.core.sglang.config import SglangEngineConfig
 from windtunnel.core.sglang.pages import TREE, PagePool
-from windtunnel.core.sglang.radix import RadixCache
+from windtunnel.core.sglang.radix import RadixCache, RadixNode
 from windtunnel.core.sglang.sequence import SglangSequence
+
+
+class Holder(Protocol):
+    """Whoever holds pages: `pages[i]` in order, the first `held` of them the tree's, locked at `node`."""
+
+    tag: str
+    pages: list[int]
+    held: int
+    node: RadixNode | None
+    computed: int
+
+
+class HeldPages:
+    """Pages that outlive their sequence. Owned by whoever took them over."""
+
+    __slots__ = ("computed", "held", "node", "pages", "tag")
+
+    def __init__(self, source: Holder) -> None:
+        """Take over all that `source` holds."""
+        self.tag, self.pages, self.held, self.node, self.computed = (
+            source.tag,
+            source.pages,
+            source.held,
+            source.node,
+            source.computed,
+        )
+        source.pages, source.held, source.node, source.computed = [], 0, None, 0
 
 
 class KvMemory:
@@ -96,24 +124,23 @@ class KvMemory:
         sequence.node, sequence.held = match.node, whole
         sequence.pages[:whole] = match.pages
 
-    def release(self, sequence: SglangSequence, tokens: int = 0) -> None:
-        """Give back all that a sequence holds; the whole pages of its first `tokens` stay cached."""
-        self.publish(sequence, tokens)
-        self.pool.free(sequence.pages[sequence.held :], sequence.tag)
-        self._unlock(sequence)
-        sequence.pages, sequence.held, sequence.node, sequence.computed = [], 0, None, 0
+    def release(self, holder: Holder) -> None:
+        """Give back all that somebody holds. What is in the tree stays cached."""
+        self.pool.free(holder.pages[holder.held :], holder.tag)
+        self._unlock(holder)
+        holder.pages, holder.held, holder.node, holder.computed = [], 0, None, 0
 
-    def _unlock(self, sequence: SglangSequence) -> None:
-        if sequence.node is not None:
-            self.tree.unlock(sequence.node)
+    def _unlock(self, holder: Holder) -> None:
+        if holder.node is not None:
+            self.tree.unlock(holder.node)
 
-    def check_integrity(self, holders: Iterable[SglangSequence]) -> None:
+    def check_integrity(self, holders: Iterable[Holder]) -> None:
         """Raise AssertionError unless pages, locks and `holders` agree: what SGLang checks when it is idle."""
         holding = list(holders)
-        claims = [(sequence.tag, sequence.pages[sequence.held :]) for sequence in holding]
+        claims = [(holder.tag, holder.pages[holder.held :]) for holder in holding]
         self.pool.check_integrity([*claims, (TREE, self.tree.cached_pages())])
         self.tree.check_integrity()
-        for sequence in holding:
-            assert len(sequence.pages) * self.page_size >= sequence.computed, "KV without a page"
-        if not any(sequence.node is not None and sequence.node.parent is not None for sequence in holding):
+        for holder in holding:
+            assert len(holder.pages) * self.page_size >= holder.computed, "KV without a page"
+        if not any(holder.node is not None and holder.node.parent is not None for holder in holding):
             assert not self.tree.protected_pages, "memory leak detected: tree nodes are locked by nobody"

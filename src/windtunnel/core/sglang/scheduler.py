@@ -59,6 +59,8 @@ class SglangScheduler:
         """Alone and still without a page: to be failed by the owner."""
         self.decodes = True
         """False on a prefill worker: finished prompts are handed over, nothing decodes."""
+        self.places_taken = 0
+        """Request-pool rows held outside the running batch (prefill worker)."""
         self.grammar_waits: dict[SglangSequence, None] = {}
         self._grammar: list[tuple[int, int, SglangSequence]] = []
         self._chance = chance
@@ -101,7 +103,8 @@ class SglangScheduler:
         if self.chunked is sequence:
             self.chunked = None
         sequence.epoch += 1
-        self.memory.release(sequence, keep_tokens)
+        self.memory.publish(sequence, keep_tokens)
+        self.memory.release(sequence)
 
     # Prefill
 
@@ -123,7 +126,7 @@ class SglangScheduler:
         return batch
 
     def _full(self, taken: int) -> bool:
-        return len(self.running) + taken >= self.config.max_running_requests
+        return len(self.running) + self.places_taken + taken >= self.config.max_running_requests
 
     def _reserve(self) -> float:
         return self.ratio.value * sum(expected_output(sequence) for sequence in self.running)
@@ -131,11 +134,13 @@ class SglangScheduler:
     def _admit(self, budget: PrefillBudget, now_ns: int) -> None:
         order = ORDERS[self.config.schedule_policy]
         scene = Scene(list(self.waiting), self.running, self.memory, now_ns, self._chance, self.config.low_priority_first)
+        admitted = 0
         for sequence in order(scene):
-            if self._full(0 if self.decodes else len(budget.taken)):
+            if self._full(0 if self.decodes else admitted):
                 return
             verdict, taken = budget.add(sequence)
             if taken:
+                admitted += 1
                 self._admitted(sequence, now_ns)
             if verdict is not Verdict.GOES_ON:
                 return

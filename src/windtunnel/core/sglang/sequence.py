@@ -90,9 +90,13 @@ class SglangSequence:
         """Append the next token and test the stop conditions. The matched token is named, EOS too (reference §7.2)."""
         made = len(self.output)
         tokens = self.request.source.token_ids(made, 1)
-        token, ended = (tokens[0], False) if tokens else (eos_token_id, True)
+        return self.accept(tokens[0] if tokens else eos_token_id, ended=not tokens)
+
+    def accept(self, token: int | None, *, ended: bool) -> TokenOutput:
+        """Append a given token (None: there is none) and test the stop conditions; `ended`: the text ends with it."""
         if token is None:
             return TokenOutput(self.request_id, (), FinishReason.STOP, None, self.cached_tokens)
+        made = len(self.output)
         self.output.append(token)
         matched = ended or (token in self.stops and made >= self.request.min_tokens)
         if matched:
