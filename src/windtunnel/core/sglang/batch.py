@@ -1,5 +1,6 @@
 """One forward pass between its start and its end."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -34,6 +35,9 @@ class Batch:
     cached_tokens: int = 0
     running_before: int = 0
     """Running sequences besides those that this batch prefills."""
+
+    queue_gauges: Mapping[str, float] | None = None
+    """Of a prefill batch: the queues as it was planned."""
 
     @property
     def new_tokens(self) -> int:

@@ -232,6 +232,7 @@ class SglangLoop:
         self._awake = False
         if self.dead:
             return
+        before = len(self.log)
         self.scheduler.resume_grammars(now_ns)
         if self.paused is not None or not self.scheduler.pacing.lock_step:
             self._apply_aborts(now_ns, self._batches + 1)
@@ -239,9 +240,10 @@ class SglangLoop:
         if self.paused is None:
             self._first_tokens(now_ns)
             self._start(self._plan(now_ns))
-        if self.batch is None and self._aborts:
+        if self.batch is None:
             self._apply_aborts(now_ns, self._batches + 1)
-            self._awake = True
+            # The real loop spins: what this iteration freed or moved, the next one finds.
+            self._awake = self._awake or len(self.log) > before
 
     def _plan(self, now_ns: int) -> Batch | None:
         batch = self.plan(now_ns)
@@ -258,6 +260,7 @@ class SglangLoop:
         if batch is not None:
             self._batches += 1
             batch.end_ns = batch.start_ns + self.scheduler.pacing.step_ns(batch.plan)
+            batch.queue_gauges = self.queue_gauges() if batch.prefill else None
             self.batch = batch
 
     def _end(self, batch: Batch, at_ns: int, done: list[StepOutput]) -> None:
@@ -272,7 +275,8 @@ class SglangLoop:
         self._emit(done, outputs, stats)
 
     def _stats(self, batch: Batch | None) -> StepStats:
-        return self.reports.make(self.clock_ns, self.queue_gauges(), batch)
+        planned = batch.queue_gauges if batch is not None else None
+        return self.reports.make(self.clock_ns, self.queue_gauges() if planned is None else planned, batch)
 
     def _idle_stats(self) -> StepStats | None:
         if not self.quiet:
@@ -360,7 +364,7 @@ class SglangLoop:
             self.scheduler.enqueue(sequence, now_ns)
 
     def queue_gauges(self) -> Mapping[str, float]:
-        """Further gauges of a report, by stem."""
+        """Further gauges of a report, by stem. A prefill report shows the queues as they were when its batch was planned."""
         return {}
 
     def timer_next_at(self) -> int | None:

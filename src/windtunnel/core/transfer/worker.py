@@ -1,7 +1,8 @@
 """A transfer worker: the thread behind one transfer queue of a prefill rank, as atomic actions.
 
-In timed mode the actions run one after the other, as far as they can; `write_gap_ns` puts time between the read and the write
-of a status. Whoever explores interleavings holds the worker and calls `step` alone. One worker waits for one chunk at a time,
+In timed mode the actions run one after the other, as far as they can. `promote_gap_ns` puts time between the check of a room
+and the update to Transferring: an abort in it is overwritten by a rule that lets Transferring win over Failed. `write_gap_ns`
+puts time inside the update, between its read and its write: an abort in it is overwritten under every rule. Whoever explores interleavings holds the worker and calls `step` alone. One worker waits for one chunk at a time,
 so a handle that never settles blocks everything behind it in the queue (SGLang reference §1.6).
 """
 
@@ -61,7 +62,7 @@ class Rooms(Protocol):
 class TransferWorker:
     """Owned by its rank."""
 
-    def __init__(self, rooms: Rooms, write_gap_ns: int, settle_timeout_ns: int | None) -> None:
+    def __init__(self, rooms: Rooms, promote_gap_ns: int, write_gap_ns: int, settle_timeout_ns: int | None) -> None:
         """`settle_timeout_ns` None: an error is reported without waiting for the other handles."""
         self.queue: deque[Chunk] = deque()
         self.action = Action.POP
@@ -72,6 +73,7 @@ class TransferWorker:
         self.hold_before: frozenset[Action] = frozenset()
         """Timed mode stops before these, as a breakpoint would."""
         self._rooms = rooms
+        self._promote_gap_ns = promote_gap_ns
         self._write_gap_ns = write_gap_ns
         self._settle_timeout_ns = settle_timeout_ns
         self._pending: PendingWrite | None = None
@@ -117,6 +119,7 @@ class TransferWorker:
             return
         self.chunk = chunk
         self._rooms.begin_chunk(chunk.room)
+        self._ready_ns = now_ns + self._promote_gap_ns
         self.action = Action.READ
 
     def _read(self, now_ns: int) -> None:

@@ -45,8 +45,10 @@ class DisaggConfig:
     num_reserved_decode_tokens: int = 512
     retraction: Literal["cpu_tensor", "host_pool", "none"] = "cpu_tensor"
     decode_radix_cache: bool = False
+    promote_gap_ns: int = 0
+    """Time between a transfer worker's check of a room and its update to Transferring: more than 0 forces the race (§1.6)."""
     write_gap_ns: int = 0
-    """Time between a transfer worker's read and its write of a status: 0 in a healthy model, more to force the race."""
+    """Time inside that update, between read and write: more than 0 forces the window that is left in every release (§1.3)."""
     abort_loses_peer: bool = False
     """A locally aborted room's writes lose their peer: the decode leg of the same client goes at the same time."""
     report_while_stalled: bool = False
@@ -87,6 +89,7 @@ _AT_LEAST: Mapping[str, int] = MappingProxyType(
         "heartbeat_interval_ns": 2 * S,
         "heartbeat_max_failure": 1,
         "num_reserved_decode_tokens": 0,
+        "promote_gap_ns": 0,
         "write_gap_ns": 0,
     }
 )

@@ -197,7 +197,8 @@ class DecodeWorker(SglangLoop):
     # One iteration
 
     def poll(self, now_ns: int) -> None:
-        self.observations += [("decode_deferred_kv_release_seconds", held_s) for held_s in self.deferred.run(now_ns)]
+        released = self.deferred.run(now_ns)
+        self.observations += [("decode_deferred_kv_release_seconds", held_s) for held_s in released]
         self._resume_retracted(now_ns)
         if self.retracted_queue:
             return
@@ -481,7 +482,7 @@ class DecodeWorker(SglangLoop):
     # Looking in
 
     def counters(self, rank: int = 0) -> Mapping[str, int]:
-        """Cumulative counters of one rank, by stem; deferred releases as `decode_deferred_kv_release_total:outcome`."""
+        """Cumulative counters of one rank, live, by stem; deferred releases as `decode_deferred_kv_release_total:outcome`."""
         deferred = {f"decode_deferred_kv_release_total:{outcome}": n for outcome, n in self.deferred.counters.items()}
         return Counter({**self.ranks[rank].counters, **deferred})
 
@@ -493,7 +494,6 @@ class DecodeWorker(SglangLoop):
         memory = self.scheduler.memory
         wanted = sum(memory.whole(sequence.prompt_len) for sequence in self.prealloc_queue)
         held = sum(len(sequence.pages) for sequence in self.transfer_queue) * memory.page_size
-        counters = self.ranks[0].counters
         return {
             "num_decode_prealloc_queue_reqs": len(self.prealloc_queue),
             "num_decode_transfer_queue_reqs": len(self.transfer_queue),
@@ -502,8 +502,6 @@ class DecodeWorker(SglangLoop):
             "pending_prealloc_token_usage": wanted / memory.capacity,
             "prealloc_full_token_usage": held / memory.capacity,
             "utilization": len(self.scheduler.running) / self.config.max_running_requests,
-            "num_bootstrap_failed_reqs_total": counters["num_bootstrap_failed_reqs_total"],
-            "num_transfer_failed_reqs_total": counters["num_transfer_failed_reqs_total"],
         }
 
     def holders(self) -> list[Holder]:

@@ -348,7 +348,7 @@ class PrefillWorker(SglangLoop):
     # Looking in
 
     def counters(self, rank: int = 0) -> Mapping[str, int]:
-        """Cumulative counters of one rank, by stem."""
+        """Cumulative counters of one rank, live, by stem."""
         return Counter(self.ranks[rank].counters)
 
     def take_observations(self) -> list[tuple[str, float]]:
@@ -360,8 +360,6 @@ class PrefillWorker(SglangLoop):
             self.profile.bootstrap_gauge: len(self.bootstrap_queue),
             self.profile.inflight_gauge: len(self.inflight_queue),
             "utilization": -1 if self.profile.running_gauge_of_batch else 0,
-            "num_bootstrap_failed_reqs_total": self.ranks[0].counters["num_bootstrap_failed_reqs_total"],
-            "num_transfer_failed_reqs_total": self.ranks[0].counters["num_transfer_failed_reqs_total"],
         }
 
     def resources(self, sequence: SglangSequence) -> Mapping[str, Any]:

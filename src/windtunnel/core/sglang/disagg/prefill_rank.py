@@ -33,7 +33,8 @@ class PrefillRank:
         """False: the receive thread has died."""
         self.poisoned: set[int] = set()
         settle_ns = config.settle_timeout_ns if profile.conclude_checks else None
-        self.workers = [TransferWorker(self, config.write_gap_ns, settle_ns) for _ in range(config.transfer_queues)]
+        gaps = config.promote_gap_ns, config.write_gap_ns
+        self.workers = [TransferWorker(self, *gaps, settle_ns) for _ in range(config.transfer_queues)]
         self.outgoing: list[Outgoing] = []
         self.inline: dict[int, list[int]] = {}
         """Handles by room, where there are no workers."""
