@@ -47,7 +47,7 @@ class Prefills:
         self._misses.pop(address, None)
 
     def could_not_learn(self, address: str, now_ns: int) -> bool:
-        """One try has failed. True: it was the last."""
+        """One try has failed. True: it was the last; the next request begins to count anew."""
         asking = self._asking.setdefault(address, _Asking())
         asking.open = False
         asking.tries += 1
@@ -55,7 +55,7 @@ class Prefills:
         limit = self._config.profile.topology_tries
         if limit is None or asking.tries < limit:
             return False
-        del self._asking[address]
+        asking.tries = 0
         return True
 
     def question(self, address: str, now_ns: int) -> Outgoing | None:
