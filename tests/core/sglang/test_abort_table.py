@@ -1,11 +1,9 @@
 """Each row of the abort table (SGLang reference §5), in virtual time, and its two asymmetries."""
 
-from collections.abc import Callable
-
 import pytest
-
 from tests.core.sglang.driving import MS, S
 from tests.core.sglang.pair import Pair
+
 from windtunnel.core.lifecycle import State
 from windtunnel.core.transfer.backends import Fate, SimBackend
 from windtunnel.core.transfer.frames import Abort, AbortAck, KvStatus, Metadata
@@ -373,7 +371,10 @@ def test_without_a_bootstrap_timeout_such_a_room_stays_for_ever(version: str, en
 
 def test_stalled_handles_keep_everything_behind_them_in_the_queue_waiting() -> None:
     fates: list[Fate] = [Fate("stall")]
-    choose: Callable[[object], Fate] = lambda _write: fates.pop() if fates else Fate()
+
+    def choose(_write: object) -> Fate:
+        return fates.pop() if fates else Fate()
+
     pair = Pair("0.5.12", transfer_queues=1, make_backend=lambda _rank: SimBackend(fate=choose))
     pair.submit("stuck")
     pair.submit("behind")

@@ -4,9 +4,9 @@ from random import Random
 from typing import Any
 
 import pytest
-
 from tests.core.sglang.driving import MS, S
 from tests.core.sglang.pair import Pair
+
 from windtunnel.core.transfer.backends import SimBackend
 from windtunnel.core.transfer.status import KVPoll
 

@@ -1,10 +1,12 @@
 """Each row of the timeout table (SGLang reference §3.3), in virtual time."""
 
-import pytest
+import itertools
 
+import pytest
 from tests.core.sglang.driving import MS, S, request
 from tests.core.sglang.pair import ADDRESS, Pair
 from tests.core.sglang.test_abort_table import reach, slow_pair
+
 from windtunnel.core.sglang.disagg.config import FAKE_HOST, FAKE_ROOM
 from windtunnel.core.transfer.backends import FakeReceiver, FakeSender, Fate, SimBackend
 from windtunnel.core.transfer.frames import Abort, DpRankQuery, KvStatus, Metadata, TopologyQuery
@@ -177,7 +179,7 @@ def test_the_topology_is_asked_for_once_a_second_and_fifteen_times() -> None:
     pair.run()
     asked = [at for at, outgoing in pair.frames if isinstance(outgoing.frame, TopologyQuery)]
     assert len(asked) == 15
-    assert {later - earlier for earlier, later in zip(asked, asked[1:], strict=False)} == {S + MS}
+    assert {later - earlier for earlier, later in itertools.pairwise(asked)} == {S + MS}
     error = pair.ending("decode", "a").error
     assert error is not None
     assert error.status == 500

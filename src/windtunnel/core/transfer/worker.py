@@ -2,8 +2,11 @@
 
 In timed mode the actions run one after the other, as far as they can. `promote_gap_ns` puts time between the check of a room
 and the update to Transferring: an abort in it is overwritten by a rule that lets Transferring win over Failed. `write_gap_ns`
-puts time inside the update, between its read and its write: an abort in it is overwritten under every rule. Whoever explores interleavings holds the worker and calls `step` alone. One worker waits for one chunk at a time,
-so a handle that never settles blocks everything behind it in the queue (SGLang reference §1.6).
+puts time inside the update, between its read and its write: an abort in it is overwritten under every rule. Whoever explores
+interleavings holds the worker and calls `step` alone.
+
+One worker waits for one chunk at a time, so a handle that never settles blocks everything behind it in the queue (SGLang
+reference §1.6).
 """
 
 from collections import deque

@@ -88,6 +88,7 @@ class PrefillWorker(SglangLoop):
         self.observations: list[tuple[str, float]] = []
         """(histogram stem, value) since the last `take_observations`."""
         self.scheduler.decodes = False
+        self._unread_aborts: list[PrefillEntry] = []
         self._leaked_slots: dict[int, str] = {}
         self._queries: list[Outgoing] = []
         self._now_ns = 0
@@ -151,10 +152,11 @@ class PrefillWorker(SglangLoop):
     def poll(self, now_ns: int) -> None:
         self._now_ns = max(self._now_ns, now_ns)
         try:
+            self._poll_inflight(now_ns)
+            self._read_aborts()
             self._poll_bootstrap(now_ns)
             if self.profile.waiting_queue_polled:
                 self._poll_waiting(now_ns)
-            self._poll_inflight(now_ns)
         except KeyError as missing:
             self.kill(now_ns, f"KeyError: {missing}")
 
@@ -289,9 +291,27 @@ class PrefillWorker(SglangLoop):
             self.end_aborted(sequence, WAITING_ABORT, now_ns)
         elif sequence is self.scheduler.chunked:
             self.abort_later(sequence, RUNNING_ABORT)
+        elif self.batch is not None and self.batch.holds(sequence):
+            self._abort_under_way(sequence, entry)
         else:
             sequence.abort = QUEUE_ABORT
             self._abort_senders(entry)
+
+    def _abort_under_way(self, sequence: SglangSequence, entry: PrefillEntry) -> None:
+        """An AbortReq is read between batches. Without overlap the request is inflight by then. With overlap its results are
+        still to be processed: it gets a finish reason, its sender hears nothing, and only the transfer's end counts (P5, P42).
+        """
+        sequence.abort = QUEUE_ABORT
+        if not self.config.overlap:
+            self._unread_aborts.append(entry)
+
+    def _read_aborts(self) -> None:
+        """Those that came during the last batch. The poll that sees them follows when the next one has ended, if there is one."""
+        entries, self._unread_aborts = self._unread_aborts, []
+        for entry in entries:
+            if entry.sequence in self.entries:
+                self._abort_senders(entry)
+                self._awake = True
 
     def end_aborted(self, sequence: SglangSequence, reason: EngineError, now_ns: int) -> None:
         """Of a chunk in progress the sender is aborted only here, when the next iteration comes."""
