@@ -32,6 +32,10 @@ class Batch:
     start_ns: int
     end_ns: int
     entries: list[Entry] = field(default_factory=list)
+    """Of a prefill batch."""
+    decoding: list[SglangSequence] = field(default_factory=list)
+    """Of a decode batch: one token each, unless its epoch is no longer the one in `epochs`."""
+    epochs: list[int] = field(default_factory=list)
     cached_tokens: int = 0
     running_before: int = 0
     """Running sequences besides those that this batch prefills."""
@@ -41,12 +45,12 @@ class Batch:
 
     @property
     def new_tokens(self) -> int:
-        return sum(entry.tokens for entry in self.entries) if self.prefill else 0
+        return sum(entry.tokens for entry in self.entries)
 
     @property
     def plan(self) -> StepPlan:
-        context = sum(entry.upto for entry in self.entries)
-        return StepPlan(self.new_tokens, 0 if self.prefill else len(self.entries), context)
+        context = sum(entry.upto for entry in self.entries) + sum(sequence.computed for sequence in self.decoding)
+        return StepPlan(self.new_tokens, len(self.decoding), context)
 
-    def holds(self, sequence: SglangSequence) -> bool:
+    def prefills(self, sequence: SglangSequence) -> bool:
         return any(entry.sequence is sequence for entry in self.entries)

@@ -9,8 +9,9 @@ iteration begins, never while a batch runs.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from heapq import heappop, heappush
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from windtunnel.core.engine import SequenceView
 from windtunnel.core.lifecycle import Event, State
@@ -18,7 +19,7 @@ from windtunnel.core.outputs import EngineError, FinishReason, Refusal, StepOutp
 from windtunnel.core.pacing import Pacing
 from windtunnel.core.request import EngineRequest
 from windtunnel.core.sglang.batch import Batch, Entry
-from windtunnel.core.sglang.config import SglangEngineConfig
+from windtunnel.core.sglang.config import LIVE_FIELDS, SglangEngineConfig
 from windtunnel.core.sglang.memory import Holder
 from windtunnel.core.sglang.policy import Chance
 from windtunnel.core.sglang.reports import Reports
@@ -26,9 +27,11 @@ from windtunnel.core.sglang.scheduler import SglangScheduler
 from windtunnel.core.sglang.sequence import RUNNING_ABORT, WAITING_ABORT, SglangSequence
 from windtunnel.core.transitions import TransitionLog
 
+PauseMode = Literal["abort", "retract", "in_place"]
 MAX_STEPS_PER_ADVANCE = 256
 GRAMMAR_ABORT = EngineError("Aborted while its grammar was compiled.", 400, "BadRequestError")
 OUT_OF_MEMORY = "Out of memory even after retracting all other requests in the decode batch."
+_new_output = partial(tuple.__new__, TokenOutput)
 DEATH = "The scheduler has died."
 
 
@@ -36,6 +39,7 @@ class SglangLoop:
     """Base of the workers; see the module. Not thread-safe, `now_ns` never goes back."""
 
     waiting_holds_pages: ClassVar[bool] = False
+    pause_modes: ClassVar[tuple[PauseMode, ...]] = ("abort", "in_place")
 
     def __init__(self, config: SglangEngineConfig, pacing: Pacing, chance: Chance) -> None:
         self.config = config
@@ -46,7 +50,7 @@ class SglangLoop:
         """Everything live, in order of arrival."""
         self.batch: Batch | None = None
         self.clock_ns = 0
-        self.paused: str | None = None
+        self.paused: PauseMode | None = None
         self.frozen_until_ns = 0
         self.dead: EngineError | None = None
         self.notices: list[TokenOutput] = []
@@ -188,7 +192,7 @@ class SglangLoop:
     def _next_start_at(self) -> int | None:
         if self._awake or self.notices or len(self.log):
             return self.clock_ns
-        times = [self.timer_next_at(), self.scheduler.next_grammar_at()]
+        times = [self.scheduler.next_grammar_at(), None if self.halted else self.timer_next_at()]
         if self.paused is None:
             times += [self.scheduler.next_turn_at(), self._first_due[0][0] if self._first_due else None]
         if self.quiet:
@@ -236,7 +240,8 @@ class SglangLoop:
         self.scheduler.resume_grammars(now_ns)
         if self.paused is not None or not self.scheduler.pacing.lock_step:
             self._apply_aborts(now_ns, self._batches + 1)
-        self.poll(now_ns)
+        if not self.halted:
+            self.poll(now_ns)
         if self.paused is None:
             self._first_tokens(now_ns)
             self._start(self._plan(now_ns))
@@ -298,12 +303,11 @@ class SglangLoop:
     def process(self, batch: Batch, at_ns: int) -> list[TokenOutput]:
         """The results of a batch, for the sequences that are still what they were when it was planned."""
         outputs: list[TokenOutput] = []
+        self._decoded(batch, at_ns, outputs)
         for entry in batch.entries:
             if not entry.valid:
                 continue
-            if not batch.prefill:
-                self.next_token(entry.sequence, at_ns, outputs)
-            elif not entry.last:
+            if not entry.last:
                 self.chunk_done(entry, at_ns)
             elif entry.sequence.ready_at_ns > at_ns:
                 self._pushes += 1
@@ -311,6 +315,20 @@ class SglangLoop:
             else:
                 self.prefill_done(entry, at_ns, outputs)
         return outputs
+
+    def _decoded(self, batch: Batch, at_ns: int, outputs: list[TokenOutput]) -> None:
+        """One token each. This runs for every running sequence in every step: what ends nothing takes the short way."""
+        lock_step = self.scheduler.pacing.lock_step
+        append = outputs.append
+        for sequence, epoch in zip(batch.decoding, batch.epochs, strict=True):
+            if sequence.epoch != epoch:
+                continue
+            if sequence.ahead and lock_step:
+                token = sequence.ahead.pop()
+                sequence.output.append(token)
+                append(_new_output((sequence.request_id, (token,), None, None, sequence.cached_tokens, None, None)))
+            else:
+                self.next_token(sequence, at_ns, outputs)
 
     def _first_tokens(self, now_ns: int) -> None:
         """First tokens whose time has come (pacing by sequence)."""
@@ -338,7 +356,10 @@ class SglangLoop:
         outputs.append(output)
         if output.finish_reason is not None:
             self.finish(sequence, output.finish_reason, at_ns)
-        elif not self.scheduler.pacing.lock_step:
+        elif self.scheduler.pacing.lock_step:
+            sequence.look_ahead()
+        else:
+            sequence.ahead = []
             sequence.ready_at_ns = max(sequence.ready_at_ns, sequence.started_ns)
             sequence.ready_at_ns += self.scheduler.pacing.next_token_ns(self.scheduler.load)
             self.scheduler.await_turn(sequence)
@@ -390,6 +411,56 @@ class SglangLoop:
 
     # Operator
 
+    @property
+    def halted(self) -> bool:
+        """The loop looks at nothing; paused by `abort` it still sees its queues off."""
+        return self.paused in ("retract", "in_place")
+
+    def reconfigure(self, config: SglangEngineConfig, pacing: Pacing | None = None, *, now_ns: int = 0) -> None:
+        """Change limits and pace together, from the next batch on. Raises ValueError if `config` differs in a fixed field."""
+        changed = [name for name in config.__slots__ if getattr(config, name) != getattr(self.config, name)]
+        fixed = [name for name in changed if name not in LIVE_FIELDS]
+        if fixed:
+            raise ValueError(f"{', '.join(fixed)} cannot change while the engine runs; {', '.join(sorted(LIVE_FIELDS))} can")
+        self.wake(now_ns)
+        self.config = self.scheduler.config = config
+        if pacing is not None:
+            self.scheduler.repace(pacing)
+
+    def pause(self, mode: PauseMode, now_ns: int) -> int:
+        """`abort`: end all with notice. `retract`: running ones give up their KV and wait. `in_place`: all stop as they are.
+
+        New requests are taken and wait. Returns how many were ended. Raises ValueError for a mode that is not possible here.
+        """
+        if mode not in self.pause_modes:
+            raise ValueError(f"mode is {mode!r}: must be one of {', '.join(self.pause_modes)}")
+        self.wake(now_ns)
+        self.paused = mode
+        if mode == "retract":
+            self._retract_all(now_ns)
+        return self.abort_matching("", now_ns, abort_all=True) if mode == "abort" else 0
+
+    def _retract_all(self, now_ns: int) -> None:
+        """Those that an abort has already reached end with the pause instead."""
+        chunked = [self.scheduler.chunked] if self.scheduler.chunked is not None else []
+        for sequence in [*self.scheduler.running, *chunked]:
+            if sequence.abort is None:
+                self.scheduler.retract(sequence, now_ns)
+        self.requeue_retracted(self.scheduler.take_retracted(), now_ns)
+
+    def resume(self, now_ns: int) -> None:
+        self.paused = None
+        self.scheduler.delay_until(now_ns)
+        self.wake(now_ns)
+
+    def flush_cache(self, now_ns: int) -> bool:
+        """Forget the radix cache; False while anything is live (reference §7.3: the refusal is a 400)."""
+        if not self.idle or self.scheduler.memory.tree.protected_pages:
+            return False
+        self.wake(now_ns)
+        self.scheduler.memory.tree.reset()
+        return True
+
     def freeze(self, until_ns: int) -> None:
         """Neither start nor end a batch before `until_ns`: a scheduler that hangs."""
         self.frozen_until_ns = until_ns
@@ -406,6 +477,20 @@ class SglangLoop:
         return len(victims)
 
     # Looking in
+
+    def loads(self) -> dict[str, float]:
+        """What `/v1/loads` shows, live (reference §7.5): it moves even while the gauges stand still."""
+        scheduler, memory = self.scheduler, self.scheduler.memory
+        return {
+            "num_running_reqs": len(scheduler.running),
+            "num_waiting_reqs": len(self.sequences) - len(scheduler.running),
+            "num_waiting_uncached_tokens": sum(sequence.num_tokens for sequence in scheduler.waiting),
+            "num_used_tokens": memory.used_tokens,
+            "max_total_num_tokens": memory.capacity,
+            "max_running_requests": self.config.max_running_requests,
+            "token_usage": memory.usage,
+            **self.queue_gauges(),
+        }
 
     def live(self) -> list[SequenceView]:
         return [self.view(sequence) for sequence in self.sequences.values()]

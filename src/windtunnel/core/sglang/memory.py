@@ -112,6 +112,19 @@ class KvMemory:
         sequence.pages += self.pool.allocate(missing, sequence.tag)
         return True
 
+    def full_ones(self, sequences: Iterable[SglangSequence]) -> int:
+        """How many of these have no place for another token."""
+        size = self.page_size
+        return sum([sequence.computed >= len(sequence.pages) * size for sequence in sequences])
+
+    def grow_by_one(self, sequences: Iterable[SglangSequence]) -> None:
+        """One more token each; the pages for it are free."""
+        size, pool = self.page_size, self.pool
+        for sequence in sequences:
+            if sequence.computed >= len(sequence.pages) * size:
+                sequence.pages.append(pool.allocate_one(sequence.tag))
+            sequence.computed += 1
+
     def publish(self, sequence: SglangSequence, tokens: int) -> None:
         """Enter the whole pages of the first `tokens` into the cache; the sequence goes on with the tree's pages, locked."""
         whole = tokens // self.page_size

@@ -43,6 +43,14 @@ class PagePool:
             self._stamp[page] = self._stamps
         return pages
 
+    def allocate_one(self, owner: str) -> int:
+        """As `allocate`, for one page."""
+        page = self._free.popleft()
+        self._stamps += 1
+        self._owner[page] = owner
+        self._stamp[page] = self._stamps
+        return page
+
     def free(self, pages: Iterable[int], owner: str) -> None:
         """Give pages back; each must be held by `owner`."""
         for page in pages:

@@ -40,8 +40,8 @@ class Reports:
             self._hit_rate = cached / (new + cached) if new + cached else 0.0
             return True
         self._decode_steps += 1
-        self._decode_tokens += len(batch.entries)
-        self._throughput_tokens += len(batch.entries)
+        self._decode_tokens += len(batch.decoding)
+        self._throughput_tokens += len(batch.decoding)
         return self._decode_steps % self._scheduler.config.decode_log_interval == 0
 
     def retracted(self, count: int) -> None:

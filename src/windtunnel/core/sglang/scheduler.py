@@ -175,14 +175,13 @@ class SglangScheduler:
             return None
         if self._make_room(due, now_ns):
             self.ratio.decay()
-        batch = Batch(False, now_ns, now_ns, running_before=len(self.running))
-        for sequence in due:
-            if sequence in self.running:
-                grown = self.memory.grow(sequence, sequence.computed + 1)
-                assert grown, "room was made and is not there"
-                sequence.computed += 1
-                batch.entries.append(Entry(sequence, sequence.epoch, 1, sequence.computed, last=True))
-        return batch if batch.entries else None
+            decoding = due
+        else:
+            decoding = [sequence for sequence in due if sequence in self.running]
+        self.memory.grow_by_one(decoding)
+        batch = Batch(False, now_ns, now_ns, running_before=len(self.running), decoding=decoding)
+        batch.epochs = [sequence.epoch for sequence in decoding]
+        return batch if decoding else None
 
     def _due(self, now_ns: int) -> list[SglangSequence]:
         if self.pacing.lock_step:
@@ -192,7 +191,7 @@ class SglangScheduler:
 
     def _make_room(self, due: list[SglangSequence], now_ns: int) -> bool:
         """Retract until the next step fits, and then until twenty fit. True: nobody had to go."""
-        if self._fits(due, 1):
+        if self.memory.reclaim(self.memory.full_ones(due)):
             return True
         order = sorted(due, key=lambda sequence: (-len(sequence.output), sequence.prompt_len))
         while len(order) > 1 and not self._fits(order, RETRACT_DECODE_STEPS):

@@ -10,6 +10,7 @@ from windtunnel.core.sglang.radix import RadixNode
 WAITING_ABORT = EngineError("Abort in waiting queue", 200, "")
 RUNNING_ABORT = EngineError("Aborted", 200, "")
 """Status 200: SGLang's abort object carries no status code (reference §5)."""
+_AHEAD = 64
 
 
 class SglangSequence:
@@ -18,6 +19,7 @@ class SglangSequence:
     __slots__ = (
         "abort",
         "admitted",
+        "ahead",
         "arrived",
         "cached_tokens",
         "computed",
@@ -61,6 +63,8 @@ class SglangSequence:
         self.computed = 0
         """Tokens whose KV is in the pages once the batch under way has ended."""
         self.output: list[int] = []
+        self.ahead: list[int] = []
+        """The tokens that come next and end nothing, last one first; see `look_ahead`."""
         self.cached_tokens = 0
         self.admitted = False
         self.ready_at_ns = now_ns
@@ -91,6 +95,18 @@ class SglangSequence:
         made = len(self.output)
         tokens = self.request.source.token_ids(made, 1)
         return self.accept(tokens[0] if tokens else eos_token_id, ended=not tokens)
+
+    def look_ahead(self) -> None:
+        """Fetch the tokens that come next, up to the first that might end the sequence: they need no test."""
+        made = len(self.output)
+        count = min(_AHEAD, self.output_limit - made - 1)
+        if count < 1:
+            return
+        planned = list(self.request.source.token_ids(made, count))
+        if not self.stops.isdisjoint(planned):
+            del planned[next(at for at, token in enumerate(planned) if token in self.stops) :]
+        planned.reverse()
+        self.ahead = planned
 
     def accept(self, token: int | None, *, ended: bool) -> TokenOutput:
         """Append a given token (None: there is none) and test the stop conditions; `ended`: the text ends with it."""

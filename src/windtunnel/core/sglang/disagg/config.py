@@ -20,6 +20,8 @@ class DisaggConfig:
     endpoints: tuple[str, ...] = ("127.0.0.1:1",)
     """ip:port of the socket of each attention-TP rank of this worker; their number is the TP size."""
     dp_rank: int = 0
+    transfer_backend: Literal["sim", "fake"] = "sim"
+    """`fake`: a decode worker without any prefill; a request needs no room then."""
     follow_bootstrap_room: bool = True
     """Decode finds the prefill's DP rank as room modulo DP size; otherwise the prefill registers each room."""
     transfer_queues: int = 4

@@ -99,7 +99,7 @@ class DecodeWorker(SglangLoop):
         """Admit all or none; each needs a room. Raises ValueError for a live or repeated id."""
         self.check(requests)
         self.wake(now_ns)
-        refusal = self.refusal_of(requests) or refusal_without_room(requests)
+        refusal = self.refusal_of(requests) or (None if self._without_peer else refusal_without_room(requests))
         if refusal is not None:
             self.record_refusals(requests, refusal, now_ns)
             return refusal
@@ -107,11 +107,15 @@ class DecodeWorker(SglangLoop):
             self._enter(request, now_ns)
         return None
 
+    @property
+    def _without_peer(self) -> bool:
+        return self.disagg.transfer_backend == "fake"
+
     def _enter(self, request: EngineRequest, now_ns: int) -> None:
         host, port, room = request.bootstrap or ("", None, 0)
         sequence = self.new_sequence(request, now_ns)
         receivers: list[KvReceiver]
-        if host == FAKE_HOST:
+        if host == FAKE_HOST or self._without_peer:
             receivers = [FakeReceiver() for _ in self.ranks]
         else:
             receivers = [RoomReceiver(rank, room, sequence.arrived, now_ns) for rank in self.ranks]

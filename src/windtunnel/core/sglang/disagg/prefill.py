@@ -77,6 +77,8 @@ class PrefillWorker(SglangLoop):
         make_backend: Callable[[int], TransferBackend],
     ) -> None:
         """`make_backend(rank)` gives each rank its transport."""
+        if disagg.transfer_backend != "sim":
+            raise ValueError(f"transfer_backend is {disagg.transfer_backend!r}: a prefill worker takes only 'sim'")
         super().__init__(config, pacing, chance)
         self.disagg = disagg
         self.ranks = [PrefillRank(disagg, rank, config.page_size, make_backend(rank)) for rank in range(disagg.tp_size)]
@@ -291,7 +293,7 @@ class PrefillWorker(SglangLoop):
             self.end_aborted(sequence, WAITING_ABORT, now_ns)
         elif sequence is self.scheduler.chunked:
             self.abort_later(sequence, RUNNING_ABORT)
-        elif self.batch is not None and self.batch.holds(sequence):
+        elif self.batch is not None and self.batch.prefills(sequence):
             self._abort_under_way(sequence, entry)
         else:
             sequence.abort = QUEUE_ABORT
@@ -306,7 +308,7 @@ class PrefillWorker(SglangLoop):
             self._unread_aborts.append(entry)
 
     def _read_aborts(self) -> None:
-        """Those that came during the last batch. The poll that sees them follows when the next one has ended, if there is one."""
+        """Those that came during the last batch. The poll that sees them follows the next batch, if there is one."""
         entries, self._unread_aborts = self._unread_aborts, []
         for entry in entries:
             if entry.sequence in self.entries:
