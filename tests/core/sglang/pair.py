@@ -10,6 +10,7 @@ from tests.core.sglang.driving import PACING, request
 
 from windtunnel.core.engine import Engine
 from windtunnel.core.outputs import StepOutput, StepStats, TokenOutput
+from windtunnel.core.pacing import Pacing
 from windtunnel.core.request import EngineRequest
 from windtunnel.core.sglang.config import SglangEngineConfig
 from windtunnel.core.sglang.disagg.config import DisaggConfig
@@ -38,6 +39,7 @@ class Pair:
         wire_ns: int = MS,
         switches: dict[str, Any] | None = None,
         make_backend: Callable[[int], SimBackend] | None = None,
+        pacing: Pacing = PACING,
         **settings: Any,
     ) -> None:
         switches = {"profile": replace(profile(version), **(switches or {}))}
@@ -51,14 +53,14 @@ class Pair:
         self.prefill = PrefillWorker(
             SglangEngineConfig(**{**_ENGINE, **p_engine}),
             DisaggConfig(endpoints=tuple(ports[0]), **{**switches, **p_disagg}),
-            PACING,
+            pacing,
             Random(1),
             self.backends.__getitem__,
         )
         self.decode = DecodeWorker(
             SglangEngineConfig(**{**_ENGINE, **d_engine}),
             DisaggConfig(endpoints=tuple(ports[1]), num_reserved_decode_tokens=16, **{**switches, **d_disagg}),
-            PACING,
+            pacing,
             Random(1),
         )
         self.workers: dict[str, Any] = {"prefill": self.prefill, "decode": self.decode}

@@ -309,7 +309,7 @@ def test_the_random_policy_draws_from_the_injected_chance() -> None:
     assert orders[0] == orders[1] != orders[2]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     policy=st.sampled_from(POLICIES),

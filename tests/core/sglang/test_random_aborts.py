@@ -4,9 +4,11 @@ from random import Random
 from typing import Any
 
 import pytest
-from tests.core.sglang.driving import MS, S
+from tests.core.sglang.driving import MS, PACING, S
 from tests.core.sglang.pair import Pair
 
+from windtunnel.core.lifecycle import State
+from windtunnel.core.pacing import Duration, RequestPacing
 from windtunnel.core.transfer.backends import SimBackend
 from windtunnel.core.transfer.status import KVPoll
 
@@ -54,6 +56,15 @@ def _actions(chance: Random) -> list[tuple[int, int, Any, dict[str, Any]]]:
     return actions
 
 
+def _assert_each_leg_ended_once(pair: Pair) -> None:
+    for side, steps in pair.steps.items():
+        rows = [row for step in steps for row in step.transitions]
+        born = [row.request_id for row in rows if row.before is State.NEW]
+        ended = [row.request_id for row in rows if row.after.terminal]
+        assert sorted(born) == sorted(ended), side
+        assert len(ended) == len(set(ended)), side
+
+
 def _held(pair: Pair) -> dict[str, int]:
     return {
         f"{name}_{key}": count for name, worker in pair.workers.items() for key, count in worker.outstanding().items() if count
@@ -70,16 +81,28 @@ def test_under_the_terminal_rule_nothing_is_left_but_rooms_born_after_their_end(
         assert _held(pair) in ({}, {"prefill_rooms": len(strays), "prefill_stray_rooms": len(strays)}), seed
         assert {rank.table.get(room) for room in strays} <= {KVPoll.FAILED, KVPoll.WAITING_FOR_INPUT}
         assert not pair.late_writes, seed
+        _assert_each_leg_ended_once(pair)
         zombies += len(strays)
     assert zombies, "no schedule gives birth to a zombie: the test looks at nothing"
 
 
 def test_with_tombstones_as_well_nothing_at_all_is_left() -> None:
-    for seed in range(SCHEDULES // 4):
+    for seed in range(SCHEDULES // 10):
         pair = _schedule("0.5.23", seed, {"tombstones": True})
         assert _held(pair) == {}, seed
-        assert not pair.prefill.sequences
-        assert not pair.decode.sequences
+        _assert_each_leg_ended_once(pair)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("lock_step", [False, True])
+@pytest.mark.parametrize("version", ["0.5.20", "0.5.23"])
+def test_neither_overlap_nor_pacing_by_sequence_leaves_anything(version: str, overlap: bool, lock_step: bool) -> None:
+    for seed in range(25):
+        by_sequence = RequestPacing(Random(seed), ttft=Duration(20 * MS), itl=Duration(5 * MS))
+        pair = _schedule(
+            version, seed, {"tombstones": True}, overlap=overlap, pacing=PACING if lock_step else by_sequence, ranks=(2, 1)
+        )
+        assert _held(pair) == {}, seed
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from windtunnel.core.outputs import EngineError, Refusal
 from windtunnel.core.pacing import Pacing
 from windtunnel.core.request import EngineRequest
 from windtunnel.core.sglang.config import SglangEngineConfig
-from windtunnel.core.sglang.loop import SglangLoop
+from windtunnel.core.sglang.operated import OperatedLoop
 from windtunnel.core.sglang.policy import Chance
 from windtunnel.core.sglang.sequence import SglangSequence
 
@@ -16,7 +16,7 @@ WAITING_TIMEOUT = EngineError("Request waiting timeout reached.", 503, "ServiceU
 RUNNING_TIMEOUT = EngineError("Request running timeout reached.", 503, "ServiceUnavailable")
 
 
-class SglangEngine(SglangLoop):
+class SglangEngine(OperatedLoop):
     """One data-parallel rank."""
 
     pause_modes = ("abort", "retract", "in_place")

@@ -8,7 +8,6 @@ come joins the running batch without a forward pass.
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 from windtunnel.core.lifecycle import Event
 from windtunnel.core.outputs import EngineError, Refusal
@@ -20,15 +19,12 @@ from windtunnel.core.sglang.config import SglangEngineConfig
 from windtunnel.core.sglang.disagg.config import FAKE_HOST, DisaggConfig
 from windtunnel.core.sglang.disagg.decode_rank import DecodeRank
 from windtunnel.core.sglang.disagg.peers import Prefills
-from windtunnel.core.sglang.disagg.prefill import QUEUE_ABORT, failure_message, refusal_without_room
 from windtunnel.core.sglang.disagg.receiver import KvReceiver, RoomReceiver
 from windtunnel.core.sglang.disagg.release import DeferredReleases
-from windtunnel.core.sglang.disagg.slots import SlotPool
 from windtunnel.core.sglang.disagg.topology import Topology, targets_of
-from windtunnel.core.sglang.loop import SglangLoop
+from windtunnel.core.sglang.disagg.worker import QUEUE_ABORT, DisaggWorker, RoomEntry, failure_message, refusal_without_room
 from windtunnel.core.sglang.memory import HeldPages, Holder
 from windtunnel.core.sglang.policy import Chance
-from windtunnel.core.sglang.profiles import Profile
 from windtunnel.core.sglang.sequence import RUNNING_ABORT, SglangSequence
 from windtunnel.core.transfer.backends import FakeReceiver
 from windtunnel.core.transfer.frames import Aux, Frame, LateWrite, Metadata, Outgoing
@@ -40,21 +36,19 @@ EXTRA_ROWS_UP_TO = 32
 MAX_HOLD_NS = 1 << 62
 
 
-class DecodeEntry:
-    """One request on the decode worker, with what it holds besides KV."""
+class DecodeEntry(RoomEntry):
+    """One request on the decode worker."""
 
-    __slots__ = ("address", "aux", "dp_rank", "ready", "receivers", "resolved", "room", "row", "sequence", "slot")
+    __slots__ = ("aux", "dp_rank", "ready", "receivers", "resolved")
 
     def __init__(self, sequence: SglangSequence, address: str, room: int, receivers: list[KvReceiver]) -> None:
-        self.sequence = sequence
-        self.address = address
-        self.room = room
+        super().__init__(sequence, address, room)
         self.receivers = receivers
         self.resolved = False
+        """The prefill's ranks are known."""
         self.ready = False
+        """The handshake is done."""
         self.dp_rank: int | None = None
-        self.slot: int | None = None
-        self.row: int | None = None
         self.aux: Aux | None = None
 
     @property
@@ -66,32 +60,30 @@ class DecodeEntry:
         return [receiver for receiver in self.receivers if isinstance(receiver, RoomReceiver)]
 
 
-class DecodeWorker(SglangLoop):
+class DecodeWorker(DisaggWorker):
     """One data-parallel rank of decode. An `Engine`, and besides: frames, topologies and heartbeats come in as calls."""
 
     waiting_holds_pages = True
 
     def __init__(self, config: SglangEngineConfig, disagg: DisaggConfig, pacing: Pacing, chance: Chance) -> None:
-        super().__init__(config, pacing, chance)
-        self.disagg = disagg
+        extra = 2 * config.max_running_requests if config.max_running_requests <= EXTRA_ROWS_UP_TO else 0
+        super().__init__(config, disagg, pacing, chance, rows=config.max_running_requests + extra)
         memory = self.scheduler.memory
         memory.caching = disagg.decode_radix_cache and memory.caching
         self.ranks = [DecodeRank(disagg, rank, memory.pool) for rank in range(disagg.tp_size)]
         self.prefills = Prefills(disagg)
-        extra = 2 * config.max_running_requests if config.max_running_requests <= EXTRA_ROWS_UP_TO else 0
-        self.rows = SlotPool("request-pool row", config.max_running_requests + extra)
-        self.slots = SlotPool("metadata slot", disagg.metadata_slots or 2 * self.rows.count)
         self.entries: dict[SglangSequence, DecodeEntry] = {}
         self.prealloc_queue: dict[SglangSequence, DecodeEntry] = {}
         self.transfer_queue: dict[SglangSequence, DecodeEntry] = {}
         self.retracted_queue: dict[SglangSequence, DecodeEntry] = {}
         self.deferred = DeferredReleases(memory, disagg.deferred_release_timeout_ns)
-        self.observations: list[tuple[str, float]] = []
-        self._queries: list[Outgoing] = []
 
     @property
-    def profile(self) -> Profile:
-        return self.disagg.profile
+    def managers(self) -> Sequence[DecodeRank]:
+        return self.ranks
+
+    def entry_of(self, sequence: SglangSequence) -> DecodeEntry:
+        return self.entries[sequence]
 
     # Arrivals
 
@@ -183,14 +175,6 @@ class DecodeWorker(SglangLoop):
         if self.profile.rank_cache_dropped:
             self.prefills.drop(address)
 
-    def take_outgoing(self) -> list[Outgoing]:
-        """Frames and questions to send, in order for each rank."""
-        taken, self._queries = self._queries, []
-        for rank in self.ranks:
-            taken += rank.outgoing
-            rank.outgoing = []
-        return taken
-
     def take_late_writes(self) -> list[LateWrite]:
         """Writes that landed in pages freed before, since the last call."""
         taken = [write for rank in self.ranks for write in rank.late_writes]
@@ -229,10 +213,10 @@ class DecodeWorker(SglangLoop):
                 if not entry.resolved:
                     without_rank.setdefault(entry.address, []).append(entry.room)
             elif (question := self.prefills.question(entry.address, now_ns)) is not None:
-                self._queries.append(question)
+                self.queries.append(question)
         for address, rooms in without_rank.items():
             if (question := self.prefills.dp_question(address, rooms, now_ns)) is not None:
-                self._queries.append(question)
+                self.queries.append(question)
 
     def _resolve_one(self, entry: DecodeEntry, topology: Topology | None) -> None:
         if topology is not None and entry.dp_rank is None:
@@ -332,7 +316,7 @@ class DecodeWorker(SglangLoop):
         assert entry.slot is not None, "a transfer without a slot"
         entry.aux = None if entry.fake else self.ranks[0].buffers[entry.slot]
         if entry.aux is not None and entry.aux.room != entry.room and self.profile.metadata_room_check:
-            self._count("num_transfer_failed_reqs_total")
+            self.count("num_transfer_failed_reqs_total")
             self._end_queued(entry, EngineError("Metadata corruption detected - bootstrap_room mismatch"), now_ns)
             return
         sequence.computed = sequence.prompt_len
@@ -346,15 +330,11 @@ class DecodeWorker(SglangLoop):
         self.scheduler.enqueue(sequence, now_ns)
 
     def _fail(self, entry: DecodeEntry, what: str, counter: str, now_ns: int) -> None:
-        self._count(counter)
-        message = failure_message(what, "decode_req.req", entry.sequence.request_id, entry.room, entry.receivers)
+        self.count(counter)
+        message = failure_message(what, "decode_req.req", entry, entry.receivers)
         if any(receiver.timed_out for receiver in entry.rooms):
             self._drop_cache(entry.address)
         self._end_queued(entry, EngineError(message), now_ns)
-
-    def _count(self, counter: str) -> None:
-        for rank in self.ranks:
-            rank.counters[counter] += 1
 
     def _end_queued(self, entry: DecodeEntry, error: EngineError, now_ns: int) -> None:
         """End a request of the P/D queues. Its pages may have to wait for the prefill's acknowledgement."""
@@ -479,20 +459,12 @@ class DecodeWorker(SglangLoop):
         times.append(self.deferred.deadline_ns())
         return min((at for at in times if at is not None), default=None)
 
-    @property
-    def quiet(self) -> bool:
-        return self.idle or (self.disagg.report_while_stalled and self.batch is None)
-
     # Looking in
 
     def counters(self, rank: int = 0) -> Mapping[str, int]:
         """Cumulative counters of one rank, live, by stem; deferred releases as `decode_deferred_kv_release_total:outcome`."""
         deferred = {f"decode_deferred_kv_release_total:{outcome}": n for outcome, n in self.deferred.counters.items()}
-        return Counter({**self.ranks[rank].counters, **deferred})
-
-    def take_observations(self) -> list[tuple[str, float]]:
-        taken, self.observations = self.observations, []
-        return taken
+        return Counter({**super().counters(rank), **deferred})
 
     def queue_gauges(self) -> Mapping[str, float]:
         memory = self.scheduler.memory
@@ -511,22 +483,9 @@ class DecodeWorker(SglangLoop):
     def holders(self) -> list[Holder]:
         return [*self.sequences.values(), *self.deferred.holders()]
 
-    def resources(self, sequence: SglangSequence) -> Mapping[str, Any]:
-        entry = self.entries[sequence]
-        status = [rank.table.get(entry.room) for rank in self.ranks]
-        held = {
-            "queue": self._queue_of(entry),
-            "room": entry.room,
-            "status": [None if item is None else item.name for item in status],
-            "metadata_slot": entry.slot,
-            "row": entry.row,
-        }
-        return {**held, **super().resources(sequence)}
-
-    def _queue_of(self, entry: DecodeEntry) -> str:
-        sequence = entry.sequence
+    def queue_of(self, sequence: SglangSequence) -> str:
         if sequence in self.prealloc_queue:
-            return "prealloc" if entry.resolved else "pending"
+            return "prealloc" if self.entries[sequence].resolved else "pending"
         places: dict[str, Container[SglangSequence]] = {
             "transfer": self.transfer_queue,
             "retracted": self.retracted_queue,
@@ -535,24 +494,14 @@ class DecodeWorker(SglangLoop):
         return next((name for name, place in places.items() if sequence in place), "running")
 
     def outstanding(self) -> dict[str, int]:
-        """What is held by anybody or by nobody: the debug counters of reference §11.1."""
-        memory = self.scheduler.memory
-        return {
-            "rooms": sum(len(rank.table) for rank in self.ranks),
-            "metadata_slots": len(self.slots.owners),
-            "rows": len(self.rows.owners),
-            "pages": memory.used_tokens // memory.page_size,
-            "locked_pages": memory.tree.protected_pages,
-            "deferred_releases": len(self.deferred),
-        }
+        return {**super().outstanding(), "deferred_releases": len(self.deferred)}
+
+    def ownerless_slots(self) -> Mapping[int, str]:
+        held = {item.tag for item in self.deferred.holders()}
+        return {slot: tag for slot, tag in self.slots.owners.items() if tag in held}
 
     def check_integrity(self) -> None:
         super().check_integrity()
-        slots = {entry.slot: entry.sequence.tag for entry in self.entries.values() if entry.slot is not None}
-        held = {slot: tag for slot, tag in self.slots.owners.items() if tag in {item.tag for item in self.deferred.holders()}}
-        self.slots.check_integrity({**slots, **held})
-        rows = {entry.row: entry.sequence.tag for entry in self.entries.values() if entry.row is not None}
-        self.rows.check_integrity(rows)
         queued = sum(map(len, (self.prealloc_queue, self.transfer_queue, self.retracted_queue)))
         elsewhere = len(self.scheduler.waiting) + len(self.scheduler.running)
         assert queued + elsewhere == len(self.sequences), "a request is in no queue, or in two"

@@ -4,10 +4,8 @@ One iteration of the loop polls the senders of all queues, reduced with MIN over
 decodes. The transfer workers run beside it. What an abort does depends on the queue (§5).
 """
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from windtunnel.core.lifecycle import Event
 from windtunnel.core.outputs import EngineError, FinishReason, Refusal, TokenOutput
@@ -16,46 +14,25 @@ from windtunnel.core.request import EngineRequest
 from windtunnel.core.sglang.batch import Batch, Entry
 from windtunnel.core.sglang.config import SglangEngineConfig
 from windtunnel.core.sglang.disagg.config import FAKE_HOST, DisaggConfig
-from windtunnel.core.sglang.disagg.prefill_rank import ABORTED, PrefillRank
-from windtunnel.core.sglang.disagg.sender import KvEnd, KvSender, RoomSender
-from windtunnel.core.sglang.disagg.slots import SlotPool
-from windtunnel.core.sglang.loop import SglangLoop
+from windtunnel.core.sglang.disagg.prefill_rank import PrefillRank
+from windtunnel.core.sglang.disagg.sender import KvSender, RoomSender
+from windtunnel.core.sglang.disagg.worker import QUEUE_ABORT, DisaggWorker, RoomEntry, failure_message, refusal_without_room
 from windtunnel.core.sglang.policy import Chance
-from windtunnel.core.sglang.profiles import Profile
 from windtunnel.core.sglang.sequence import RUNNING_ABORT, WAITING_ABORT, SglangSequence
 from windtunnel.core.transfer.backends import FakeSender, TransferBackend
 from windtunnel.core.transfer.frames import Aux, Frame, Outgoing, RegisterDpRank
 from windtunnel.core.transfer.status import KVPoll, reduce_polls
 from windtunnel.core.units import MS
 
-NO_ROOM = "Invalid request: Disaggregated request received without bootstrap room id."
-QUEUE_ABORT = EngineError(ABORTED, 500, "InternalServerError")
 
+class PrefillEntry(RoomEntry):
+    """One request on the prefill worker."""
 
-class PrefillEntry:
-    """One request on the prefill worker, with what it holds besides KV."""
-
-    __slots__ = (
-        "address",
-        "first_token",
-        "keeps_room",
-        "keeps_slot",
-        "room",
-        "row",
-        "senders",
-        "sent_pages",
-        "sent_since_ns",
-        "sequence",
-        "slot",
-    )
+    __slots__ = ("first_token", "keeps_room", "keeps_slot", "senders", "sent_pages", "sent_since_ns")
 
     def __init__(self, sequence: SglangSequence, address: str, room: int, senders: list[KvSender]) -> None:
-        self.sequence = sequence
-        self.address = address
-        self.room = room
+        super().__init__(sequence, address, room)
         self.senders = senders
-        self.slot: int | None = None
-        self.row: int | None = None
         self.sent_pages = 0
         self.sent_since_ns = 0
         self.first_token: TokenOutput | None = None
@@ -65,7 +42,7 @@ class PrefillEntry:
         """Its room is never cleared: the leak of old releases (reference §1.6, ending 4)."""
 
 
-class PrefillWorker(SglangLoop):
+class PrefillWorker(DisaggWorker):
     """One data-parallel rank of prefill. An `Engine`, and besides: `receive` frames, `take_outgoing` what is to be sent."""
 
     def __init__(
@@ -79,25 +56,22 @@ class PrefillWorker(SglangLoop):
         """`make_backend(rank)` gives each rank its transport."""
         if disagg.transfer_backend != "sim":
             raise ValueError(f"transfer_backend is {disagg.transfer_backend!r}: a prefill worker takes only 'sim'")
-        super().__init__(config, pacing, chance)
-        self.disagg = disagg
+        super().__init__(config, disagg, pacing, chance, rows=config.max_running_requests)
         self.ranks = [PrefillRank(disagg, rank, config.page_size, make_backend(rank)) for rank in range(disagg.tp_size)]
-        self.slots = SlotPool("metadata slot", disagg.metadata_slots or 2 * config.max_running_requests)
-        self.rows = SlotPool("request-pool row", config.max_running_requests)
         self.entries: dict[SglangSequence, PrefillEntry] = {}
         self.bootstrap_queue: dict[SglangSequence, PrefillEntry] = {}
         self.inflight_queue: dict[SglangSequence, PrefillEntry] = {}
-        self.observations: list[tuple[str, float]] = []
-        """(histogram stem, value) since the last `take_observations`."""
         self.scheduler.decodes = False
         self._unread_aborts: list[PrefillEntry] = []
         self._leaked_slots: dict[int, str] = {}
-        self._queries: list[Outgoing] = []
         self._now_ns = 0
 
     @property
-    def profile(self) -> Profile:
-        return self.disagg.profile
+    def managers(self) -> Sequence[PrefillRank]:
+        return self.ranks
+
+    def entry_of(self, sequence: SglangSequence) -> PrefillEntry:
+        return self.entries[sequence]
 
     # Arrivals
 
@@ -121,7 +95,7 @@ class PrefillWorker(SglangLoop):
         self.entries[sequence] = self.bootstrap_queue[sequence] = entry
         self.log.record(sequence, Event.BOOTSTRAP, now_ns, {"room": room, "prompt_tokens": sequence.prompt_len})
         if not self.disagg.follow_bootstrap_room and host != FAKE_HOST:
-            self._queries.append(Outgoing(0, entry.address, RegisterDpRank(room, self.disagg.dp_rank)))
+            self.queries.append(Outgoing(0, entry.address, RegisterDpRank(room, self.disagg.dp_rank)))
 
     def _make_senders(self, host: str, room: int, now_ns: int) -> list[KvSender]:
         if host == FAKE_HOST:
@@ -135,14 +109,6 @@ class PrefillWorker(SglangLoop):
         self._now_ns = max(self._now_ns, now_ns)
         self.ranks[rank].receive(frame, now_ns)
         self.wake(now_ns)
-
-    def take_outgoing(self) -> list[Outgoing]:
-        """Frames and questions to send, in order for each rank."""
-        taken, self._queries = self._queries, []
-        for rank in self.ranks:
-            taken += rank.outgoing
-            rank.outgoing = []
-        return taken
 
     def lose_peer(self, endpoint: str, now_ns: int) -> None:
         """The decode process behind `endpoint` is gone; the transport will notice in its own time."""
@@ -211,9 +177,8 @@ class PrefillWorker(SglangLoop):
                 return
 
     def _fail(self, entry: PrefillEntry, what: str, counter: str, now_ns: int) -> None:
-        for rank in self.ranks:
-            rank.counters[counter] += 1
-        message = failure_message(what, "req", entry.sequence.request_id, entry.room, entry.senders)
+        self.count(counter)
+        message = failure_message(what, "req", entry, entry.senders)
         self.fail(entry.sequence, EngineError(message), now_ns)
 
     def _succeed(self, entry: PrefillEntry, now_ns: int) -> None:
@@ -363,19 +328,7 @@ class PrefillWorker(SglangLoop):
                 self._awake = True
                 self.clock_ns = max(self.clock_ns, now_ns) if self.batch is None else self.clock_ns
 
-    @property
-    def quiet(self) -> bool:
-        return self.idle or (self.disagg.report_while_stalled and self.batch is None)
-
     # Looking in
-
-    def counters(self, rank: int = 0) -> Mapping[str, int]:
-        """Cumulative counters of one rank, live, by stem."""
-        return Counter(self.ranks[rank].counters)
-
-    def take_observations(self) -> list[tuple[str, float]]:
-        taken, self.observations = self.observations, []
-        return taken
 
     def queue_gauges(self) -> Mapping[str, float]:
         return {
@@ -384,61 +337,21 @@ class PrefillWorker(SglangLoop):
             "utilization": -1 if self.profile.running_gauge_of_batch else 0,
         }
 
-    def resources(self, sequence: SglangSequence) -> Mapping[str, Any]:
-        entry = self.entries[sequence]
-        status = [rank.table.get(entry.room) for rank in self.ranks]
-        held = {
-            "queue": self._queue_of(entry),
-            "room": entry.room,
-            "status": [None if item is None else item.name for item in status],
-            "metadata_slot": entry.slot,
-            "row": entry.row,
-        }
-        return {**held, **super().resources(sequence)}
-
-    def _queue_of(self, entry: PrefillEntry) -> str:
-        if entry.sequence in self.bootstrap_queue:
+    def queue_of(self, sequence: SglangSequence) -> str:
+        if sequence in self.bootstrap_queue:
             return "bootstrap"
-        if entry.sequence in self.inflight_queue:
+        if sequence in self.inflight_queue:
             return "inflight"
-        return "waiting" if entry.sequence in self.scheduler.waiting else "prefill"
+        return "waiting" if sequence in self.scheduler.waiting else "prefill"
 
     def outstanding(self) -> dict[str, int]:
-        """What is held by anybody or by nobody: the debug counters of reference §11.1."""
-        memory = self.scheduler.memory
-        return {
-            "rooms": sum(len(rank.table) for rank in self.ranks),
-            "stray_rooms": sum(len(rank.stray_rooms()) for rank in self.ranks),
-            "metadata_slots": len(self.slots.owners),
-            "rows": len(self.rows.owners),
-            "pages": memory.used_tokens // memory.page_size,
-            "locked_pages": memory.tree.protected_pages,
-        }
+        return {**super().outstanding(), "stray_rooms": sum(len(rank.stray_rooms()) for rank in self.ranks)}
+
+    def ownerless_slots(self) -> Mapping[int, str]:
+        return self._leaked_slots
 
     def check_integrity(self) -> None:
         super().check_integrity()
-        taken = [entry for entry in self.entries.values() if entry.slot is not None]
-        claims = {entry.slot: entry.sequence.tag for entry in taken if entry.slot is not None}
-        self.slots.check_integrity({**claims, **self._leaked_slots})
-        rowed = [entry for entry in self.entries.values() if entry.row is not None]
-        self.rows.check_integrity({entry.row: entry.sequence.tag for entry in rowed if entry.row is not None})
         for rank in self.ranks:
             owners = {entry.room for entry in self.entries.values() if isinstance(entry.senders[rank.rank], RoomSender)}
             assert owners <= rank.senders, "a request has lost its sender"
-
-
-def refusal_without_room(requests: Sequence[EngineRequest]) -> Refusal | None:
-    if all(request.bootstrap is not None for request in requests):
-        return None
-    return Refusal("no_room", NO_ROOM, 400, "BadRequestError")
-
-
-def failure_message(what: str, prefix: str, request_id: str, room: int, ends: Sequence[KvEnd]) -> str:
-    """The text that SGLang's logs and answers are searched for. The first rank with a reason of its own gives it."""
-    reasons = [end.reason for end in ends]
-    known = [reason for reason in reasons if "unknown reason" not in reason]
-    rank = reasons.index(known[0]) if known else 0
-    return (
-        f"{what} for request rank={rank} {prefix}.rid={request_id} {prefix}.bootstrap_room={room} "
-        f"with exception {reasons[rank]}"
-    )
