@@ -143,6 +143,18 @@ def test_a_killed_worker_fails_everything_and_takes_nothing_more() -> None:
     assert refusal.reason == "dead"
 
 
+def test_a_dead_worker_has_nothing_more_to_do() -> None:
+    pair = Pair(make_backend=lambda _rank: SimBackend(bandwidth_gb_s=0.001))
+    pair.submit("a")
+    pair.run(30 * MS)
+    pair.abort("a", legs="d")
+    pair.run(pair.now_ns + S)
+    assert pair.decode.outstanding()["deferred_releases"] == 1
+    pair.decode.kill(pair.now_ns)
+    pair.run()
+    assert pair.decode.next_event_at() is None
+
+
 def test_a_stale_transferring_kills_the_scheduler_that_meets_it_in_the_bootstrap_queue() -> None:
     pair = Pair("0.5.12")
     (rank,) = pair.prefill.ranks
@@ -164,3 +176,18 @@ def test_the_decode_metadata_may_come_before_the_request() -> None:
     pair.run()
     assert pair.tokens("decode", "a") == WANTED[:4]
     pair.assert_empty()
+
+
+@pytest.mark.parametrize("version", ["0.5.12", "0.5.23"])
+def test_a_room_used_twice_at_a_time_ends_both_requests_somehow(version: str) -> None:
+    """P55, P64 of the reference: what happens is nobody's contract, but nothing is left over or lost."""
+    pair = Pair(version, bootstrap_timeout_ns=S, waiting_timeout_ns=S)
+    pair.submit("a", room=5)
+    pair.submit("b", room=5)
+    pair.run(10 * S)
+    for name in ("a", "b"):
+        pair.abort(name, notify=False)
+    pair.run()
+    assert pair.tokens("decode", "a") == WANTED[:4] or pair.tokens("decode", "b") == WANTED[:4]
+    held = {key: count for worker in pair.workers.values() for key, count in worker.outstanding().items() if count}
+    assert held.keys() <= {"rooms", "stray_rooms"}

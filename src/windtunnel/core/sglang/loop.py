@@ -190,7 +190,7 @@ class SglangLoop:
     def _next_start_at(self) -> int | None:
         if self._awake or self.notices or len(self.log):
             return self.clock_ns
-        times = [self.scheduler.next_grammar_at(), None if self.halted else self.timer_next_at()]
+        times = [self.scheduler.next_grammar_at(), None if self.halted or self.dead else self.timer_next_at()]
         if self.paused is None:
             times += [self.scheduler.next_turn_at(), self._first_due[0][0] if self._first_due else None]
         if self.quiet:

@@ -4,6 +4,7 @@ One iteration of the loop polls the senders of all queues, reduced with MIN over
 decodes. The transfer workers run beside it. What an abort does depends on the queue (§5).
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -353,5 +354,5 @@ class PrefillWorker(DisaggWorker):
     def check_integrity(self) -> None:
         super().check_integrity()
         for rank in self.ranks:
-            owners = {entry.room for entry in self.entries.values() if isinstance(entry.senders[rank.rank], RoomSender)}
-            assert owners <= rank.senders, "a request has lost its sender"
+            ends = (entry for entry in self.entries.values() if isinstance(entry.senders[rank.rank], RoomSender))
+            assert rank.senders == Counter(entry.room for entry in ends), "senders and requests do not match"

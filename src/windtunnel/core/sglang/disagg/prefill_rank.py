@@ -26,8 +26,8 @@ class PrefillRank:
         self.destinations: dict[int, dict[str, Metadata]] = {}
         self.reasons: dict[int, str] = {}
         """Failure records: the first reason of each room."""
-        self.senders: set[int] = set()
-        """Rooms with a live sender on this rank."""
+        self.senders: Counter[int] = Counter()
+        """Live senders by room: one, unless somebody uses a room twice."""
         self.counters: Counter[str] = Counter()
         self.receiving = True
         """False: the receive thread has died."""
@@ -95,7 +95,7 @@ class PrefillRank:
     # Rooms, as the sender sees them
 
     def open(self, room: int) -> None:
-        self.senders.add(room)
+        self.senders[room] += 1
         self.poisoned.discard(room)
         if self.table.update(room, KVPoll.BOOTSTRAPPING).creates:
             self._acks.pop(room, None)
@@ -108,7 +108,7 @@ class PrefillRank:
     def clear(self, room: int) -> None:
         """Forget a room. Chunks of it under way go on."""
         self.table.clear(room)
-        self.senders.discard(room)
+        self.disown(room)
         for records in (self.destinations, self.reasons, self._chunks, self._aux):
             records.pop(room, None)
         if not self.config.profile.ack_survives_clear:
@@ -117,6 +117,12 @@ class PrefillRank:
             self.backend.release(handle)
         if self.config.profile.tombstones:
             self._bury(room)
+
+    def disown(self, room: int) -> None:
+        """A sender goes and leaves the room's records behind."""
+        self.senders[room] -= 1
+        if not self.senders[room]:
+            del self.senders[room]
 
     def _bury(self, room: int) -> None:
         self._tombstones[room] = None

@@ -133,7 +133,7 @@ class RoomSender:
         self._rank.clear(self._room)
 
     def disown(self) -> None:
-        self._rank.senders.discard(self._room)
+        self._rank.disown(self._room)
 
 
 _NAMES = {KVPoll.BOOTSTRAPPING: "Bootstrapping", KVPoll.TRANSFERRING: "Transferring"}
