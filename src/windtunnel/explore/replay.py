@@ -1,0 +1,176 @@
+"""Replay files: a violation that anybody can run again, step by step.
+
+A file names the scenario, its parameters and the schedule, as process and step for each line. A replay compares the step names as
+it goes: a file of a model that has changed since says so, instead of showing something else.
+"""
+
+import json
+import platform
+from collections.abc import Hashable, Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from windtunnel import __version__
+from windtunnel.explore.catalogue import Scenario
+from windtunnel.explore.invariants import NO_STEP_FAILS, Invariant
+from windtunnel.explore.machine import Machine, State
+from windtunnel.explore.model import ModelError
+from windtunnel.explore.searches import Violation
+
+FORMAT = 1
+FILE_BYTES_MAX = 4_000_000
+STEPS_MAX = 20_000
+
+
+class Replay(NamedTuple):
+    """What a replay file says."""
+
+    scenario: str
+    parameters: Mapping[str, Any]
+    invariant: Invariant
+    schedule: Sequence[tuple[str, str]]
+    """(process, step) in order."""
+    healed_at: int | None
+    minimal: str
+    search: str
+    seed: int | None
+
+
+class Change(NamedTuple):
+    variable: str
+    before: str
+    after: str
+
+
+class Line(NamedTuple):
+    """One step of a replay, as it is shown. `breaks`: the invariant breaks here."""
+
+    number: int
+    lane: int
+    process: str
+    step: str
+    changes: Sequence[Change]
+    fault: bool
+    after_faults: bool
+    breaks: bool
+
+
+class Story(NamedTuple):
+    """A replay that has been run."""
+
+    replay: Replay
+    lanes: Sequence[str]
+    initial: Sequence[tuple[str, str]]
+    lines: Sequence[Line]
+    broken: bool
+    """The invariant broke again."""
+
+
+def record(scenario: Scenario, machine: Machine, violation: Violation, search: str, seed: int | None) -> Replay:
+    """The replay of a violation that a search has found."""
+    state, schedule = machine.initial, []
+    for lane in violation.schedule:
+        schedule.append((machine.lanes[lane].name, machine.label(state, lane)))
+        state = machine.after(state, lane, machine.outcome(state, lane))
+    parameters = {name: getattr(machine.model, name) for name in machine.model.parameters}
+    return Replay(
+        scenario.name, parameters, violation.invariant, schedule, violation.healed_at, violation.minimal, search, seed
+    )
+
+
+def write(replay: Replay, path: Path) -> None:
+    versions = {"windtunnel": __version__, "python": platform.python_version(), "format": FORMAT}
+    document = replay._asdict() | {"invariant": replay.invariant._asdict(), "versions": versions}
+    document["schedule"] = [{"process": process, "step": step} for process, step in replay.schedule]
+    path.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def read(path: Path) -> Replay:
+    """Raises ModelError with what is wrong in the file."""
+    try:
+        if path.stat().st_size > FILE_BYTES_MAX:
+            raise ModelError(f"{path}: larger than {FILE_BYTES_MAX} bytes; not a replay file")
+        return _parsed(json.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise ModelError(f"{path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{path}: not a replay file: {type(error).__name__}: {error}") from None
+
+
+def _parsed(document: Mapping[str, Any]) -> Replay:
+    if document["versions"]["format"] != FORMAT:
+        raise ModelError(f"replay format {document['versions']['format']}; this version reads format {FORMAT}")
+    schedule = [(str(line["process"]), str(line["step"])) for line in document["schedule"]]
+    if len(schedule) > STEPS_MAX:
+        raise ModelError(f"a replay of {len(schedule)} steps; the limit is {STEPS_MAX}")
+    fields = {name: document[name] for name in Replay._fields}
+    return Replay(**fields | {"invariant": Invariant(**document["invariant"]), "schedule": schedule})
+
+
+def run(replay: Replay, machine: Machine) -> Story:
+    """Step by step, on a machine of the same scenario and parameters."""
+    state, lines = machine.initial, list[Line]()
+    lanes = {process.name: lane for lane, process in enumerate(machine.lanes)}
+    for number, (process, step) in enumerate(replay.schedule, 1):
+        lane = _lane(machine, state, lanes, number, process, step)
+        outcome = machine.outcome(state, lane)
+        after = machine.after(state, lane, outcome)
+        breaks = _breaks(replay, machine, after, number, outcome.failure)
+        healed = replay.healed_at is not None and number > replay.healed_at
+        changes = _changes(machine.view(state), machine.view(after))
+        lines.append(Line(number, lane, process, step, changes, machine.lanes[lane].fault, healed, breaks))
+        state = after
+    initial = [(name, shown(value)) for name, value in machine.view(machine.initial).items()]
+    broken = any(line.breaks for line in lines) or _ends_badly(replay, machine)
+    return Story(replay, tuple(lanes), initial, lines, broken)
+
+
+def _lane(machine: Machine, state: State, lanes: Mapping[str, int], number: int, process: str, step: str) -> int:
+    lane = lanes.get(process)
+    if lane is None:
+        raise ModelError(f"step {number}: the model has no process {process!r}; it has changed since the replay was saved")
+    label = machine.label(state, lane)
+    if label != step or not machine.outcome(state, lane).enabled:
+        stands = f"stands before {label!r}" if label else "has ended"
+        raise ModelError(f"step {number}: {process} cannot do {step!r}: it {stands}; the model has changed since the replay was saved")
+    return lane
+
+
+def _breaks(replay: Replay, machine: Machine, state: State, number: int, failure: str | None) -> bool:
+    if replay.healed_at is not None:
+        return number == len(replay.schedule) and _ends_badly(replay, machine)
+    if replay.invariant == NO_STEP_FAILS:
+        return failure is not None
+    return any(check.invariant == replay.invariant for check in machine.broken(state, machine.always))
+
+
+def _ends_badly(replay: Replay, machine: Machine) -> bool:
+    """Whether the future after the faults stop fails the invariant. Decided from the point where they stop."""
+    from windtunnel.explore.fairness import LivenessPhase
+
+    state, lanes = machine.initial, {process.name: lane for lane, process in enumerate(machine.lanes)}
+    for process, _step in replay.schedule[: replay.healed_at]:
+        state = machine.after(state, lanes[process], machine.outcome(state, lanes[process]))
+    failing = LivenessPhase(machine, STEPS_MAX).broken(state)
+    return any(check.invariant == replay.invariant for check in failing)
+
+
+def _changes(before: Mapping[str, Hashable], after: Mapping[str, Hashable]) -> list[Change]:
+    return [Change(name, shown(before[name]), shown(after[name])) for name in before if before[name] != after[name]]
+
+
+def shown(value: object) -> str:
+    """A value as people read it: the names of enums, sets and tuples without type names."""
+    match value:
+        case Enum():
+            return value.name.lower().replace("_", " ")
+        case str():
+            return value or "“”"
+        case tuple() if not hasattr(value, "_fields"):
+            return f"({', '.join(map(shown, value))})"
+        case frozenset():
+            return f"{{{', '.join(sorted(map(shown, value)))}}}"
+        case bool() | None:
+            return {True: "yes", False: "no", None: "none"}[value]
+    return str(value)
