@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from windtunnel import __version__
 from windtunnel.explore.catalogue import Scenario
+from windtunnel.explore.fairness import LivenessPhase
 from windtunnel.explore.invariants import NO_STEP_FAILS, Invariant
 from windtunnel.explore.machine import Machine, State
 from windtunnel.explore.model import ModelError
@@ -44,7 +45,10 @@ class Change(NamedTuple):
 
 
 class Line(NamedTuple):
-    """One step of a replay, as it is shown. `breaks`: the invariant breaks here."""
+    """One step of a replay, as it is shown.
+
+    `breaks`: the invariant breaks here; for an `@eventually`, from here on it can no longer end well.
+    """
 
     number: int
     lane: int
@@ -129,17 +133,17 @@ def run(replay: Replay, machine: Machine) -> Story:
 def _lane(machine: Machine, state: State, lanes: Mapping[str, int], number: int, process: str, step: str) -> int:
     lane = lanes.get(process)
     if lane is None:
-        raise ModelError(f"step {number}: the model has no process {process!r}; it has changed since the replay was saved")
+        raise ModelError(f"step {number}: the model has no process {process!r}; it has changed since it was saved")
     label = machine.label(state, lane)
     if label != step or not machine.outcome(state, lane).enabled:
         stands = f"stands before {label!r}" if label else "has ended"
-        raise ModelError(f"step {number}: {process} cannot do {step!r}: it {stands}; the model has changed since the replay was saved")
+        raise ModelError(f"step {number}: {process} cannot do {step!r}: it {stands}; the model has changed since it was saved")
     return lane
 
 
 def _breaks(replay: Replay, machine: Machine, state: State, number: int, failure: str | None) -> bool:
     if replay.healed_at is not None:
-        return number == len(replay.schedule) and _ends_badly(replay, machine)
+        return number == (replay.healed_at or len(replay.schedule)) and _ends_badly(replay, machine)
     if replay.invariant == NO_STEP_FAILS:
         return failure is not None
     return any(check.invariant == replay.invariant for check in machine.broken(state, machine.always))
@@ -147,13 +151,25 @@ def _breaks(replay: Replay, machine: Machine, state: State, number: int, failure
 
 def _ends_badly(replay: Replay, machine: Machine) -> bool:
     """Whether the future after the faults stop fails the invariant. Decided from the point where they stop."""
-    from windtunnel.explore.fairness import LivenessPhase
-
     state, lanes = machine.initial, {process.name: lane for lane, process in enumerate(machine.lanes)}
     for process, _step in replay.schedule[: replay.healed_at]:
         state = machine.after(state, lanes[process], machine.outcome(state, lanes[process]))
     failing = LivenessPhase(machine, STEPS_MAX).broken(state)
     return any(check.invariant == replay.invariant for check in failing)
+
+
+def document(story: Story) -> dict[str, Any]:
+    """The story as plain values."""
+    lines = [line._asdict() | {"changes": [change._asdict() for change in line.changes]} for line in story.lines]
+    return {
+        "scenario": story.replay.scenario,
+        "parameters": dict(story.replay.parameters),
+        "invariant": story.replay.invariant._asdict(),
+        "healed_at": story.replay.healed_at,
+        "initial": dict(story.initial),
+        "lines": lines,
+        "broken": story.broken,
+    }
 
 
 def _changes(before: Mapping[str, Hashable], after: Mapping[str, Hashable]) -> list[Change]:
