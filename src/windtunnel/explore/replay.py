@@ -6,7 +6,7 @@ it goes: a file of a model that has changed since says so, instead of showing so
 
 import json
 import platform
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,6 +67,8 @@ class Story(NamedTuple):
     lanes: Sequence[str]
     initial: Sequence[tuple[str, str]]
     lines: Sequence[Line]
+    states: Sequence[Sequence[tuple[str, str]]]
+    """The whole state after each line."""
     broken: bool
     """The invariant broke again."""
 
@@ -114,7 +116,7 @@ def _parsed(document: Mapping[str, Any]) -> Replay:
 
 def run(replay: Replay, machine: Machine) -> Story:
     """Step by step, on a machine of the same scenario and parameters."""
-    state, lines = machine.initial, list[Line]()
+    state, lines, states = machine.initial, list[Line](), list[list[tuple[str, str]]]()
     lanes = {process.name: lane for lane, process in enumerate(machine.lanes)}
     for number, (process, step) in enumerate(replay.schedule, 1):
         lane = _lane(machine, state, lanes, number, process, step)
@@ -125,9 +127,13 @@ def run(replay: Replay, machine: Machine) -> Story:
         changes = _changes(machine.view(state), machine.view(after))
         lines.append(Line(number, lane, process, step, changes, machine.lanes[lane].fault, healed, breaks))
         state = after
-    initial = [(name, shown(value)) for name, value in machine.view(machine.initial).items()]
+        states.append(_shown_state(machine, state))
     broken = any(line.breaks for line in lines) or _ends_badly(replay, machine)
-    return Story(replay, tuple(lanes), initial, lines, broken)
+    return Story(replay, tuple(lanes), _shown_state(machine, machine.initial), lines, states, broken)
+
+
+def _shown_state(machine: Machine, state: State) -> list[tuple[str, str]]:
+    return [(name, shown(value)) for name, value in machine.view(state).items()]
 
 
 def _lane(machine: Machine, state: State, lanes: Mapping[str, int], number: int, process: str, step: str) -> int:
@@ -173,7 +179,20 @@ def document(story: Story) -> dict[str, Any]:
 
 
 def _changes(before: Mapping[str, Hashable], after: Mapping[str, Hashable]) -> list[Change]:
-    return [Change(name, shown(before[name]), shown(after[name])) for name in before if before[name] != after[name]]
+    return [change for name in before for change in differences(name, before[name], after[name])]
+
+
+def differences(name: str, before: Any, after: Any) -> Iterator[Change]:
+    """What differs, as deep inside tuples of equal shape as it can be named."""
+    if before == after:
+        return
+    same_shape = isinstance(before, tuple) and type(before) is type(after) and len(before) == len(after)
+    if not same_shape:
+        yield Change(name, shown(before), shown(after))
+        return
+    parts = [f"{name}.{field}" for field in getattr(before, "_fields", ())] or [f"{name}[{at}]" for at in range(len(before))]
+    for part, old, new in zip(parts, before, after, strict=True):
+        yield from differences(part, old, new)
 
 
 def shown(value: object) -> str:
@@ -183,8 +202,10 @@ def shown(value: object) -> str:
             return value.name.lower().replace("_", " ")
         case str():
             return value or "“”"
-        case tuple() if not hasattr(value, "_fields"):
-            return f"({', '.join(map(shown, value))})"
+        case tuple():
+            names = getattr(value, "_fields", None)
+            parts = [f"{name} {shown(item)}" for name, item in zip(names, value, strict=True)] if names else map(shown, value)
+            return f"({', '.join(parts)})"
         case frozenset():
             return f"{{{', '.join(sorted(map(shown, value)))}}}"
         case bool() | None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from importlib.resources import files
+from itertools import pairwise
 from typing import NamedTuple
 
 from jinja2 import Environment, StrictUndefined
@@ -10,12 +11,14 @@ from windtunnel.explore.replay import Line, Story
 
 _LANE = 100
 _ROW_PX_MIN = 46
-_CHANGE_PX = 21
+_LINE_PX = 21
 _PADDING_PX = 18
+_LABEL_CHARS = 22
 
 
 class Row(NamedTuple):
     line: Line
+    column: int
     top_px: int
     height_px: int
     state: dict[str, str]
@@ -26,33 +29,43 @@ class Row(NamedTuple):
 
     @property
     def x(self) -> float:
-        return (self.line.lane + 0.5) * _LANE
+        return (self.column + 0.5) * _LANE
 
 
 def page(story: Story) -> str:
-    """The whole page. No network, no scripts but its own."""
-    rows = list(_rows(story))
+    """The whole page. No network, no scripts but its own. Processes that take no step have no lane."""
+    acting = sorted({line.lane for line in story.lines}) or list(range(len(story.lanes)))
+    rows = list(_rows(story, acting))
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(files("windtunnel.explore").joinpath("timeline.html.jinja").read_text("utf-8"))
-    height = rows[-1].top_px + rows[-1].height_px if rows else 0
-    return template.render(story=story, rows=rows, thread=_thread(rows), width=len(story.lanes) * _LANE, height=height)
+    return template.render(
+        story=story,
+        rows=rows,
+        lanes=[story.lanes[lane] for lane in acting],
+        idle=[name for lane, name in enumerate(story.lanes) if lane not in acting],
+        thread=_thread(rows),
+        width=len(acting) * _LANE,
+        height=rows[-1].top_px + rows[-1].height_px if rows else 0,
+    )
 
 
-def _rows(story: Story) -> Iterator[Row]:
-    top, state = 0, dict(story.initial)
-    for line in story.lines:
-        height = max(_ROW_PX_MIN, _PADDING_PX + _CHANGE_PX * len(line.changes))
-        state = state | {change.variable: change.after for change in line.changes}
-        yield Row(line, top, height, state)
+def _rows(story: Story, acting: Sequence[int]) -> Iterator[Row]:
+    top = 0
+    for line, values in zip(story.lines, story.states, strict=True):
+        height = _height_px(line)
+        yield Row(line, acting.index(line.lane), top, height, dict(values))
         top += height
+
+
+def _height_px(line: Line) -> int:
+    label_lines = 1 + len(line.step) // _LABEL_CHARS
+    return max(_ROW_PX_MIN, _PADDING_PX + _LINE_PX * max(label_lines, len(line.changes) + line.breaks))
 
 
 def _thread(rows: Sequence[Row]) -> str:
     """An SVG path through the steps in order: whose turn it is."""
-    path = []
-    for before, row in zip([None, *rows], rows, strict=False):
-        middle = (before.middle_px + row.middle_px) / 2 if before else 0
-        path.append(
-            f"C {before.x} {middle} {row.x} {middle} {row.x} {row.middle_px}" if before else f"M {row.x} {row.middle_px}"
-        )
-    return " ".join(path)
+    parts = [f"M {rows[0].x} {rows[0].middle_px}"] if rows else []
+    for before, row in pairwise(rows):
+        middle = (before.middle_px + row.middle_px) / 2
+        parts.append(f"C {before.x} {middle} {row.x} {middle} {row.x} {row.middle_px}")
+    return " ".join(parts)
