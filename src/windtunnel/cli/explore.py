@@ -60,7 +60,9 @@ def run(
     states: Annotated[int, typer.Option(min=1, help="States at most, for exhaustive.")] = 500_000,
     seconds: Annotated[float, typer.Option(min=0.0, help="Time at most.")] = 60.0,
     reduce: Annotated[bool, typer.Option(help="Leave out equivalent schedules.")] = True,
-    expect: Annotated[str | None, typer.Option(help="Numbers of the invariants that must break: exit 0 if just these do.")] = None,
+    expect: Annotated[
+        str | None, typer.Option(help="Numbers of the invariants that must break: exit 0 if just these do.")
+    ] = None,
     out: Annotated[Path, typer.Option(help="Where replay files go.")] = Path("out/explore"),
     as_json: _AsJson = False,
 ) -> None:

@@ -14,7 +14,10 @@ from windtunnel.explore.model import Model, ModelError
 _HOME = "windtunnel.explore"
 
 BUILT_IN: Mapping[str, str] = {
+    "kv-status": "scenarios.kv_status",
     "pooled-response": "scenarios.pooled_response",
+    "lease-reaper": "examples.lease_reaper",
+    "metadata-slots": "examples.metadata_slots",
 }
 
 _TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}

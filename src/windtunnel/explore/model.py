@@ -38,7 +38,7 @@ import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar, overload
 
 from windtunnel.explore.invariants import Invariant
 
@@ -49,6 +49,7 @@ Steps = Iterator[Step]
 
 T = TypeVar("T")
 Method = TypeVar("Method", bound=Callable[..., Any])
+Program = TypeVar("Program", bound=Callable[..., Steps])
 
 PROCESSES_MAX = 64
 VARIABLES_MAX = 512
@@ -130,12 +131,15 @@ class Check(NamedTuple):
     holds: Callable[["Model"], object]
 
 
-def process(*names: str | Callable[..., Steps], fault: bool = False) -> Any:
+@overload
+def process(method: Program, /) -> Program: ...
+@overload
+def process(*names: str, fault: bool = False) -> Callable[[Program], Program]: ...
+def process(*names: Any, fault: bool = False) -> Any:
     """Mark a generator method as a process; with names, as one process for each name, which the method gets as argument."""
     if len(names) == 1 and callable(names[0]):
         return _mark(names[0], process=ProcessMark((), fault))
-    given = tuple(str(name) for name in names)
-    return lambda method: _mark(method, process=ProcessMark(given, fault))
+    return lambda method: _mark(method, process=ProcessMark(names, fault))
 
 
 def always(invariant: Invariant) -> Callable[[Method], Method]:

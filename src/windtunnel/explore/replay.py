@@ -1,7 +1,7 @@
 """Replay files: a violation that anybody can run again, step by step.
 
-A file names the scenario, its parameters and the schedule, as process and step for each line. A replay compares the step names as
-it goes: a file of a model that has changed since says so, instead of showing something else.
+A file names the scenario, its parameters and the schedule, as process and step for each line. A replay compares the step names
+as it goes: a file of a model that has changed since says so, instead of showing something else.
 """
 
 import json
