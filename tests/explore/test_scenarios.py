@@ -1,0 +1,102 @@
+"""The two investigations as proofs, and the worked examples: each finding is there, and goes with its fix."""
+
+import pytest
+
+from windtunnel.explore import TERMINAL_STICKS
+from windtunnel.explore.catalogue import chosen, find
+from windtunnel.explore.machine import Machine
+from windtunnel.explore.model import Model
+from windtunnel.explore.scenarios.kv_status import KVStatus
+from windtunnel.explore.searches import Limits, Result, exhaustive
+from windtunnel.explore.shrink import shrink
+
+
+def found(model: Model) -> dict[int, int]:
+    """Number of each broken invariant → steps of its shortest schedule, after a complete search."""
+    machine = Machine(model)
+    result = exhaustive(machine, Limits())
+    assert result.complete
+    short = {invariant: shrink(machine, violation, Limits()) for invariant, violation in result.violations.items()}
+    return {invariant.number: len(violation.schedule) for invariant, violation in sorted(short.items())}
+
+
+KV_STATUS = {
+    "a": {6: 8, 12: 6, 15: 6},
+    "b": {1: 5, 6: 8, 10: 5, 11: 4, 12: 6, 15: 6},
+    "c": {1: 5, 6: 8, 10: 5, 11: 4, 12: 6, 15: 6},
+    "d": {10: 5, 11: 4, 12: 6, 13: 10},
+    "e": {10: 5, 12: 6, 13: 10},
+}
+
+
+@pytest.mark.parametrize("rule", "abcde")
+def test_what_each_rule_allows(rule: str) -> None:
+    assert found(KVStatus(rule=rule)) == KV_STATUS[rule]
+
+
+@pytest.mark.parametrize("rule", "bc")
+def test_the_resurrection_has_the_five_steps_of_the_report(rule: str) -> None:
+    machine = Machine(KVStatus(rule=rule))
+    violation = shrink(machine, exhaustive(machine, Limits()).violations[TERMINAL_STICKS], Limits())
+    state, story = machine.initial, []
+    for lane in violation.schedule:
+        story.append((machine.lanes[lane].name, machine.label(state, lane)))
+        state = machine.after(state, lane, machine.outcome(state, lane))
+    assert story == [
+        ("transfer worker", "pops a chunk of room 7, looks at its status"),
+        ("scheduler", "AbortReq: records the reason, writes Failed"),
+        ("transfer worker", "writes Transferring"),
+        ("transfer worker", "posts the writes to the decode's pages"),
+        ("transfer worker", "last chunk done: writes Success"),
+    ]
+
+
+@pytest.mark.parametrize("rule", "de")
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+def test_no_resurrection_under_a_sticky_rule_with_atomic_updates(rule: str, chunks: int) -> None:
+    result = exhaustive(Machine(KVStatus(rule=rule, chunks=chunks)), Limits())
+    assert result.complete
+    assert not {1, 6, 14, 15} & {invariant.number for invariant in result.violations}
+
+
+def test_without_a_lock_the_window_of_rule_e_is_open() -> None:
+    split = found(KVStatus(rule="e", atomic=False))
+    assert split[14] == 5
+    assert split[1] == 8
+
+
+def test_the_shields_of_0_5_22_close_the_answers_but_not_the_window() -> None:
+    shielded = found(KVStatus(rule="e", atomic=False, shields=True))
+    assert 14 in shielded
+    assert not {6, 15} & shielded.keys()
+
+
+def test_an_invariant_that_cannot_fail_finds_nothing() -> None:
+    class Blind(KVStatus):
+        def terminal_sticks(self) -> bool:
+            return True
+
+    assert 1 not in found(Blind(rule="c"))
+
+
+def test_three_paths_lead_to_the_recycled_object_and_none_if_the_task_owns_its_inputs() -> None:
+    pooled = find("pooled-response")
+    assert found(chosen(pooled, {})) == {10: 7, 11: 7, 12: 9, 13: 9}
+    assert found(chosen(pooled, {"owned": "true"})) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [("lease-reaper", "fixed=false", "fixed=true"), ("metadata-slots", "fix=before", "fix=after")],
+)
+def test_the_examples_break_before_their_fix_only(name: str, before: str, after: str) -> None:
+    def run(setting: str) -> Result:
+        return exhaustive(Machine(chosen(find(name), dict([setting.split("=")]))), Limits())  # type: ignore[arg-type]
+
+    assert {invariant.number for invariant in run(before).violations} == {6}
+    assert run(after).complete
+    assert not run(after).violations
+
+
+def test_a_hasty_fix_of_the_slot_leak_releases_twice() -> None:
+    assert 2 in found(chosen(find("metadata-slots"), {"fix": "hasty"}))
