@@ -60,8 +60,8 @@ def test_the_steps_of_a_replay_show_the_change_of_state(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [
-        (("pooled-response", "--owned"), 0),
-        (("pooled-response",), 1),
+        (("pooled-response", "--owned", "--set", "frames=1"), 0),
+        (("pooled-response", "--set", "frames=1"), 1),
         (("kv-status", "--expect", "10,12,13"), 0),
         (("kv-status", "--expect", "1"), 1),
         (("kv-status", "--rule", "z"), 2),

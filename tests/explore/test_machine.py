@@ -1,6 +1,7 @@
 """What a model may and may not do, and that the table of a model is true to its generators."""
 
 import itertools
+import types
 from typing import Any
 
 import pytest
@@ -70,7 +71,7 @@ def test_a_condition_keeps_the_locals_of_its_own_point() -> None:
         def guest(self) -> Steps:
             mine = 0
             while mine < 3:
-                yield "enter", lambda: self.turn == mine
+                yield "enter", lambda: self.turn == mine  # noqa: B023
                 mine += 1
 
         @process
@@ -94,8 +95,6 @@ def test_a_condition_keeps_the_locals_of_its_own_point() -> None:
 def _model(program: Any, initial: Any = 0) -> type[Model]:
     def set_up(namespace: dict[str, Any]) -> None:
         namespace.update(__annotations__={"x": Any}, x=initial, run=process(program))
-
-    import types
 
     return types.new_class("Bad", (Model,), exec_body=set_up)
 
@@ -122,17 +121,6 @@ def _bare_yield(self: Any) -> Steps:
 def _unknown_variable(self: Any) -> Steps:
     yield "write"
     self.y = 1
-
-
-_outside = itertools.count()
-
-
-def _own_counter(self: Any) -> Steps:
-    yield "count"
-    if next(_outside) % 2:
-        self.x = self.x + 1
-    else:
-        self.z = 0
 
 
 @pytest.mark.parametrize(

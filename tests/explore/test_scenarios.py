@@ -2,7 +2,8 @@
 
 import pytest
 
-from windtunnel.explore import TERMINAL_STICKS
+from windtunnel.core.transfer import status
+from windtunnel.explore import TERMINAL_STICKS, always
 from windtunnel.explore.catalogue import chosen, find
 from windtunnel.explore.machine import Machine
 from windtunnel.explore.model import Model
@@ -73,16 +74,31 @@ def test_the_shields_of_0_5_22_close_the_answers_but_not_the_window() -> None:
 
 def test_an_invariant_that_cannot_fail_finds_nothing() -> None:
     class Blind(KVStatus):
+        @always(TERMINAL_STICKS)
         def terminal_sticks(self) -> bool:
             return True
 
     assert 1 not in found(Blind(rule="c"))
 
 
+def test_the_proof_is_about_the_real_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status, "RULES", {**status.RULES, "terminal-failed": status.RULES["nores"]})
+    assert found(KVStatus(rule="e"))[1] == 5
+
+
+def test_without_deferred_release_every_rule_writes_into_freed_pages() -> None:
+    assert {rule: 3 in found(KVStatus(rule=rule, deferred=False)) for rule in "abcde"} == dict.fromkeys("abcde", True)
+
+
+@pytest.mark.parametrize(("rule", "broken"), [("b", True), ("c", True), ("d", False), ("e", False)])
+def test_a_promoted_room_goes_on_sending_chunks(rule: str, broken: bool) -> None:
+    assert ({3, 5} <= found(KVStatus(rule=rule, chunks=2)).keys()) is broken
+
+
 def test_three_paths_lead_to_the_recycled_object_and_none_if_the_task_owns_its_inputs() -> None:
     pooled = find("pooled-response")
-    assert found(chosen(pooled, {})) == {10: 7, 11: 7, 12: 9, 13: 9}
-    assert found(chosen(pooled, {"owned": "true"})) == {}
+    assert found(chosen(pooled, {"frames": "1"})) == {10: 7, 11: 7, 12: 8, 13: 9}
+    assert found(chosen(pooled, {"frames": "1", "owned": "true"})) == {}
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,30 @@ stand the threads of a NIXL prefill as they were in 0.5.12 to 0.5.15 (§1.5, §1
 
 With `atomic` an update is one step; without, its read-and-compare and its store are two, as there is no lock (§1.2). `shields`
 adds the two guards of 0.5.22 and later: the poll looks at the sender's latch first, and a Success with a failure on record is
-concluded as Failed. Decodes hold their pages until they are told (deferred release), so invariant 3 is not at stake here.
+concluded as Failed. With `deferred` the decode of room 7 frees its pages only when the abort has been recorded and no chunk is
+under way; without, it frees them when it gives up, as before 0.5.20 (reference, P30).
+
+Invariant 1 is judged by the end: a room that has failed ends a second time, as a success. The store that makes it possible, a
+Transferring over a Failed, is visible two steps before.
 """
 
 from collections.abc import Mapping
 from typing import NamedTuple
 
 from windtunnel.core.transfer.status import RULES, KVPoll, MissingRoom, PendingWrite, StatusTable
-from windtunnel.explore import PROGRESS, TERMINAL_STICKS, Invariant, Model, Steps, always, eventually, parameter, process
+from windtunnel.explore import (
+    ABORTED_OUTPUT_STOPS,
+    NO_WRITE_TO_FREED_PAGE,
+    PROGRESS,
+    TERMINAL_STICKS,
+    Invariant,
+    Model,
+    Steps,
+    always,
+    eventually,
+    parameter,
+    process,
+)
 from windtunnel.explore.model import Guard
 
 RULE_OF_ERA: Mapping[str, str] = dict(zip("abcde", RULES, strict=True))
@@ -41,12 +57,17 @@ class KVStatus(Model):
     rule: str = parameter("e", choices="abcde", help="merge rule of the table")
     atomic: bool = parameter(True, help="an update is one step; false: read and store are two")
     shields: bool = parameter(False, help="latch and failure record of SGLang 0.5.22 and later")
+    deferred: bool = parameter(True, help="the decode frees its pages when the worker is done with them")
     chunks: int = parameter(1, help="chunks of room 7 on the worker's queue")
 
     room_7: Room = Room(KVPoll.WAITING_FOR_INPUT)
     room_8: Room = Room(KVPoll.BOOTSTRAPPING)
     latch_7: bool = False
     peer_7_is_gone: bool = False
+    chunk_under_way: bool = False
+    pages_freed: bool = False
+    written_after_free: bool = False
+    started_after_abort: bool = False
     answer_7: str = ""
     answer_8: str = ""
     time_is_up_8: bool = False
@@ -72,13 +93,19 @@ class KVStatus(Model):
             yield "pops a chunk of room 7, looks at its status"
             if self.room_7.status in (None, KVPoll.FAILED):
                 return
+            self.chunk_under_way, aborted = True, self.room_7.failed
             yield from self._update(IN_FLIGHT, KVPoll.TRANSFERRING, "writes Transferring", WORKER)
             yield "posts the writes to the decode's pages"
+            self.started_after_abort |= aborted
             left -= 1
-            if left:
-                name = "chunk done: writes Transferring"
-                yield from self._update(IN_FLIGHT, KVPoll.TRANSFERRING, name, WORKER, lambda: not self.peer_7_is_gone)
-        yield from self._conclude()
+            yield from self._chunk_done() if left else self._conclude()
+            self.written_after_free |= self.pages_freed
+            self.chunk_under_way = False
+
+    @process("decode of room 7", fault=True)
+    def decode_in_flight(self, _name: str) -> Steps:
+        yield "gives up: frees its pages", lambda: not self.deferred or (self._abort_stands() and not self.chunk_under_way)
+        self.pages_freed = True
 
     @process(fault=True)
     def peer(self) -> Steps:
@@ -104,8 +131,8 @@ class KVStatus(Model):
         if self.room_8.status not in (None, KVPoll.SUCCESS):
             yield from self._update(IN_BOOTSTRAP, KVPoll.FAILED, "writes Failed", BOOTSTRAP_THREAD)
 
-    @process
-    def decode(self) -> Steps:
+    @process("decode of room 8")
+    def decode_in_bootstrap(self, _name: str) -> Steps:
         yield "sends the metadata of room 8"
         self.frames_8 = 1
         yield "has waited too long: sends ABORT", lambda: self.answer_8 == "timed out"
@@ -126,6 +153,15 @@ class KVStatus(Model):
     def terminal_sticks(self) -> bool:
         """A room that has failed does not end a second time, as a success."""
         return not self.resurrected
+
+    @always(NO_WRITE_TO_FREED_PAGE)
+    def pages_are_safe(self) -> bool:
+        return not self.written_after_free
+
+    @always(ABORTED_OUTPUT_STOPS)
+    def output_stops(self) -> bool:
+        """No chunk is begun after Failed was recorded."""
+        return not self.started_after_abort
 
     @always(Invariant(10, "a Success is not overwritten by Failed"))
     def success_sticks(self) -> bool:
@@ -154,6 +190,10 @@ class KVStatus(Model):
     @eventually(PROGRESS)
     def both_are_answered(self) -> bool:
         return bool(self.answer_7 and self.answer_8)
+
+    def _chunk_done(self) -> Steps:
+        name = "chunk done: writes Transferring"
+        yield from self._update(IN_FLIGHT, KVPoll.TRANSFERRING, name, WORKER, lambda: not self.peer_7_is_gone)
 
     def _conclude(self) -> Steps:
         """Once the last chunk's handle is done, which takes a living peer."""
@@ -190,6 +230,9 @@ class KVStatus(Model):
             before.status is KVPoll.FAILED and after not in (None, KVPoll.FAILED) and pending.read is not before.status
         )
         self._keep(pending.room, before._replace(status=after, failed=before.failed or after is KVPoll.FAILED))
+
+    def _abort_stands(self) -> bool:
+        return self.room_7.failed or self.room_7.cleared
 
     def _poll(self) -> KVPoll:
         if self.shields and self.latch_7:
