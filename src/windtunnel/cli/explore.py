@@ -120,13 +120,15 @@ def _lines(story: "Story") -> Iterable[str]:
             yield "    the faults stop"
         yield f"{line.number:>3} {line.process}: {line.step}"
         yield from (f"        {change.variable}: {change.before} → {change.after}" for change in line.changes)
+        if line.offends:
+            yield "    ^^^ the write that the breaking step reads"
         if line.breaks:
             yield f"    !!! {_verdict(story, line)}"
     yield "it breaks again" if story.broken else "nothing breaks"
 
 
 def _verdict(story: "Story", line: "Line") -> str:
-    lost = f"from here on it cannot end well: {story.replay.invariant}"
+    lost = f"turn after turn from here on, it ends badly: {story.replay.invariant}"
     return lost if story.replay.healed_at is not None else f"violated: {story.replay.invariant}"
 
 

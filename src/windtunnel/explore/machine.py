@@ -155,10 +155,11 @@ class Machine:
         generator = self._copy(point)
         tape = self._use(Tape(shared))
         step, failure = self._run(generator)
-        answers, effect, writes = dict(tape.reads), tuple(tape.writes.items()), _mask(tape.writes)
+        answers, changes = dict(tape.reads), _changes(tape)
         arrived = self._arrive(Point(point.lane, step, generator, point, answers))
         tape.reads = asked | answers
-        return self._keep(point, tape, Outcome(True, _mask(tape.reads), writes, effect, arrived, failure))
+        outcome = Outcome(True, _mask(tape.reads), _mask(changes), tuple(changes.items()), arrived, failure)
+        return self._keep(point, tape, outcome)
 
     def _run(self, generator: Steps) -> tuple[Step | None, str | None]:
         self.python_steps += 1
@@ -213,6 +214,16 @@ class Machine:
 
 def _mask(indices: Mapping[int, Any]) -> int:
     return sum(1 << index for index in indices)
+
+
+def _changes(tape: Tape) -> dict[int, Any]:
+    """The writes, without those that store the value that was read: whoever writes the variable depends on the read."""
+    kept = tape.writes.items()
+    return {index: value for index, value in kept if index not in tape.reads or not _same(tape.reads[index], value)}
+
+
+def _same(old: object, new: object) -> bool:
+    return type(old) is type(new) and old == new
 
 
 def _next(generator: Steps) -> Step | None:

@@ -47,7 +47,8 @@ class Change(NamedTuple):
 class Line(NamedTuple):
     """One step of a replay, as it is shown.
 
-    `breaks`: the invariant breaks here; for an `@eventually`, from here on it can no longer end well.
+    `breaks`: the invariant breaks here; for an `@eventually`, turn after turn from here on ends badly.
+    `offends`: the last write of what the breaking step reads.
     """
 
     number: int
@@ -58,6 +59,7 @@ class Line(NamedTuple):
     fault: bool
     after_faults: bool
     breaks: bool
+    offends: bool = False
 
 
 class Story(NamedTuple):
@@ -117,6 +119,7 @@ def _parsed(document: Mapping[str, Any]) -> Replay:
 def run(replay: Replay, machine: Machine) -> Story:
     """Step by step, on a machine of the same scenario and parameters."""
     state, lines, states = machine.initial, list[Line](), list[list[tuple[str, str]]]()
+    writers: dict[int, int] = {}
     lanes = {process.name: lane for lane, process in enumerate(machine.lanes)}
     for number, (process, step) in enumerate(replay.schedule, 1):
         lane = _lane(machine, state, lanes, number, process, step)
@@ -126,10 +129,18 @@ def run(replay: Replay, machine: Machine) -> Story:
         healed = replay.healed_at is not None and number > replay.healed_at
         changes = _changes(machine.view(state), machine.view(after))
         lines.append(Line(number, lane, process, step, changes, machine.lanes[lane].fault, healed, breaks))
+        if breaks and replay.healed_at is None:
+            _mark_offender(lines, max((writers[index] for index in writers if outcome.reads >> index & 1), default=0))
+        writers.update((index, number) for index, _value in outcome.effect)
         state = after
         states.append(_shown_state(machine, state))
     broken = any(line.breaks for line in lines) or _ends_badly(replay, machine)
     return Story(replay, tuple(lanes), _shown_state(machine, machine.initial), lines, states, broken)
+
+
+def _mark_offender(lines: list[Line], number: int) -> None:
+    if number:
+        lines[number - 1] = lines[number - 1]._replace(offends=True)
 
 
 def _shown_state(machine: Machine, state: State) -> list[tuple[str, str]]:

@@ -13,7 +13,8 @@ _LANE = 100
 _ROW_PX_MIN = 46
 _LINE_PX = 21
 _PADDING_PX = 18
-_LABEL_CHARS = 22
+_WIDTH_CHARS = 92
+_BAND_PX = 30
 
 
 class Row(NamedTuple):
@@ -45,6 +46,7 @@ def page(story: Story) -> str:
         idle=[name for lane, name in enumerate(story.lanes) if lane not in acting],
         thread=_thread(rows),
         width=len(acting) * _LANE,
+        band_px=_BAND_PX,
         height=rows[-1].top_px + rows[-1].height_px if rows else 0,
     )
 
@@ -52,14 +54,16 @@ def page(story: Story) -> str:
 def _rows(story: Story, acting: Sequence[int]) -> Iterator[Row]:
     top = 0
     for line, values in zip(story.lines, story.states, strict=True):
-        height = _height_px(line)
+        height = _height_px(line, max(_WIDTH_CHARS // len(acting), 1))
+        top += _BAND_PX if line.number - 1 == story.replay.healed_at else 0
         yield Row(line, acting.index(line.lane), top, height, dict(values))
         top += height
 
 
-def _height_px(line: Line) -> int:
-    label_lines = 1 + len(line.step) // _LABEL_CHARS
-    return max(_ROW_PX_MIN, _PADDING_PX + _LINE_PX * max(label_lines, len(line.changes) + line.breaks))
+def _height_px(line: Line, lane_chars: int) -> int:
+    """Room for the label, as wide as its lane is, and for every change."""
+    label_lines = 1 + len(line.step) // lane_chars
+    return max(_ROW_PX_MIN, _PADDING_PX + _LINE_PX * max(label_lines, len(line.changes) + line.breaks + line.offends))
 
 
 def _thread(rows: Sequence[Row]) -> str:
