@@ -12,10 +12,12 @@ from windtunnel.explore.model import Model
 from windtunnel.explore.searches import Limits, Result, Violation, exhaustive, pct_walks, random_walks
 from windtunnel.explore.shrink import shrink
 
+DEFAULT_SEARCH = "exhaustive"
+
 Search = Callable[[Machine, Limits, int, bool], Result]
 
 SEARCHES: Mapping[str, Search] = {
-    "exhaustive": lambda machine, limits, _seed, reduce: exhaustive(machine, limits, reduce),
+    DEFAULT_SEARCH: lambda machine, limits, _seed, reduce: exhaustive(machine, limits, reduce),
     "random": lambda machine, limits, seed, _reduce: random_walks(machine, limits, seed),
     "pct": lambda machine, limits, seed, _reduce: pct_walks(machine, limits, seed),
 }
@@ -39,13 +41,13 @@ def explore(scenario: Scenario, model: Model, search: str, limits: Limits, seed:
     """Search, shrink what is found, and save a replay file for each broken invariant."""
     machine = Machine(model)
     result = SEARCHES[search](machine, limits, seed, reduce)
-    seeded = None if search == "exhaustive" else seed
+    seeded = None if search == DEFAULT_SEARCH else seed
     findings = []
     for invariant in sorted(result.violations):
         violation = shrink(machine, result.violations[invariant], limits)
         found = replay.record(scenario, machine, violation, search, seeded)
         out.mkdir(parents=True, exist_ok=True)
-        path = out / _file_name(found)
+        path = out / _file_name(found, model)
         replay.write(found, path)
         findings.append(Finding(violation, found, path))
     return Report(scenario, model, result, seeded, findings)
@@ -104,7 +106,9 @@ def _paragraph(finding: Finding) -> str:
     return "\n".join([*lines, f"  windtunnel explore replay {finding.path}", ""])
 
 
-def _file_name(found: replay.Replay) -> str:
-    """The same finding always has the same name."""
-    parts = [Path(found.scenario).stem, *(f"{name}-{value}" for name, value in found.parameters.items()), found.search]
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", "_".join(parts)) + f"_{found.invariant.number}.json"
+def _file_name(found: replay.Replay, model: Model) -> str:
+    """The same finding always has the same name. Parameters at their defaults and the default search are left out."""
+    chosen = [f"{name}-{value}" for name, value in found.parameters.items() if value != model.parameters[name].default]
+    search = [found.search] if found.search != DEFAULT_SEARCH else []
+    stem = "_".join([Path(found.scenario).stem, *chosen, *search, str(found.invariant.number)])
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", stem) + ".json"
