@@ -89,6 +89,23 @@ def test_a_replay_of_a_model_that_has_changed_says_so(tmp_path: Path) -> None:
     assert "the model has changed" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("def", "SyntaxError"),
+        ("import no_such_module", "no_such_module"),
+        ("x = 1", "0 models"),
+        ("raise ValueError('no')", "no"),
+    ],
+)
+def test_a_file_that_is_no_model_is_refused(content: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "broken.py"
+    file.write_text(content)
+    result = windtunnel("run", file)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"versions": {"format": 99}}'])
 def test_a_file_that_is_no_replay_is_refused(content: str, tmp_path: Path) -> None:
     file = tmp_path / "bad.json"

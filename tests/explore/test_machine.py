@@ -2,7 +2,7 @@
 
 import itertools
 import types
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from tests.explore.seats import LastSeat
@@ -136,6 +136,27 @@ def _unknown_variable(self: Any) -> Steps:
 def test_a_broken_rule_is_named(program: Any, message: str) -> None:
     with pytest.raises(ModelError, match=message):
         exhaustive(Machine(_model(program)()), Limits())
+
+
+def test_an_error_in_a_model_names_step_and_line() -> None:
+    class Broken(Model):
+        x: tuple[int, ...] = ()
+
+        @process
+        def run(self) -> Steps:
+            yield "look inside"
+            self.x = (self.x[3],)
+
+    with pytest.raises(ModelError, match=r"step 'look inside' of run raised IndexError: .*test_machine.py:\d+"):
+        exhaustive(Machine(Broken()), Limits())
+
+
+def test_a_class_variable_is_not_shared_state() -> None:
+    class Fixed(Model):
+        LIMIT: ClassVar[int] = 3
+        x: int = 0
+
+    assert list(Fixed.variables) == ["x"]
 
 
 def test_a_step_that_depends_on_more_than_it_reads_is_refused() -> None:

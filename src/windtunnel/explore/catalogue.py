@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from windtunnel.explore.model import Model, ModelError
+from windtunnel.explore.model import Model, ModelError, told
 
 _HOME = "windtunnel.explore"
 
@@ -72,7 +72,10 @@ def _module_from(path: Path) -> ModuleType:
         raise ModelError(f"{path}: not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ModelError(f"{path} cannot be imported: {told(error)}") from error
     return module
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
-from windtunnel.explore.model import Check, Guard, Model, ModelError, Process, Step, Steps, Tape
+from windtunnel.explore.model import Check, Guard, Model, ModelError, Process, Step, Steps, Tape, told
 
 POINTS_MAX = 200_000
 NAME_MAX = 120
@@ -117,7 +117,10 @@ class Machine:
     def broken(self, state: State, checks: Sequence[Check]) -> list[Check]:
         """The checks that do not hold in `state`."""
         tape = self._use(Tape(state.shared))
-        found = [check for check in checks if not check.holds(self.model)]
+        try:
+            found = [check for check in checks if not check.holds(self.model)]
+        except Exception as error:
+            raise ModelError(f"an invariant raised {told(error)}") from error
         if tape.writes:
             raise ModelError("an invariant writes shared state")
         return found
@@ -149,24 +152,38 @@ class Machine:
     def _learn(self, point: Point, shared: Sequence[Hashable]) -> Outcome:
         """Run the step as Python, once, and keep what it read and did."""
         tape = self._use(Tape(shared))
-        if point.guard is not None and not point.guard():
+        if point.guard is not None and not self._may(point, point.guard):
             return self._keep(point, tape, Outcome(False, _mask(tape.reads), 0))
         asked = dict(tape.reads)
         generator = self._copy(point)
         tape = self._use(Tape(shared))
-        step, failure = self._run(generator)
+        step, failure = self._run(point, generator)
         answers, changes = dict(tape.reads), _changes(tape)
         arrived = self._arrive(Point(point.lane, step, generator, point, answers))
         tape.reads = asked | answers
         outcome = Outcome(True, _mask(tape.reads), _mask(changes), tuple(changes.items()), arrived, failure)
         return self._keep(point, tape, outcome)
 
-    def _run(self, generator: Steps) -> tuple[Step | None, str | None]:
+    def _may(self, point: Point, guard: Guard) -> object:
+        try:
+            return guard()
+        except Exception as error:
+            raise ModelError(f"{self._named(point)}: its condition raised {told(error)}") from error
+
+    def _run(self, point: Point, generator: Steps) -> tuple[Step | None, str | None]:
+        """Advance by one step: the next one, and the message of an assertion that failed."""
         self.python_steps += 1
         try:
             return _next(generator), None
         except AssertionError as error:
             return None, str(error) or "assertion failed"
+        except ModelError:
+            raise
+        except Exception as error:
+            raise ModelError(f"{self._named(point)} raised {told(error)}") from error
+
+    def _named(self, point: Point) -> str:
+        return f"step {point.label!r} of {self.lanes[point.lane].name}"
 
     def _copy(self, point: Point) -> Steps:
         """A generator that stands at `point`, to be advanced by the caller."""
@@ -193,7 +210,7 @@ class Machine:
         node = point.tree
         for (variable, value), following in zip(reads, [*reads[1:], None], strict=True):
             if type(node) is not Ask or node.variable != variable:
-                raise ModelError(f"step {point.label!r} of {self.lanes[point.lane].name} is not a function of what it reads")
+                raise ModelError(f"{self._named(point)} is not a function of what it reads")
             node = node.branches.setdefault(value, outcome if following is None else Ask(following[0], {}))
         return outcome
 

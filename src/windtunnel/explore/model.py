@@ -34,6 +34,7 @@ So a step is a pure function of where its process stands and of what it reads. T
 """
 
 import inspect
+import traceback
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -57,6 +58,12 @@ VARIABLES_MAX = 512
 
 class ModelError(Exception):
     """A model breaks the rules of this page. The message says which rule, and where."""
+
+
+def told(error: BaseException) -> str:
+    """An error of the user's own code, with the place where it was raised."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"
 
 
 class Tape:
@@ -168,8 +175,8 @@ class Model:
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         parameters, variables = dict(cls.parameters), dict(cls.variables)
-        for name in inspect.get_annotations(cls):
-            default = cls.__dict__.get(name, _MISSING)
+        for name, annotation in inspect.get_annotations(cls).items():
+            default = _MISSING if "ClassVar" in str(annotation) else cls.__dict__.get(name, _MISSING)
             if isinstance(default, Parameter):
                 parameters[name] = default
             elif default is not _MISSING:
