@@ -3,7 +3,6 @@
 import logging
 
 import pytest
-
 from tests.explore import deterministic
 from tests.explore.disconnects import MECHANISMS, NEVER, Run, every_await, run
 

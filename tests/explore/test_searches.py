@@ -42,6 +42,12 @@ def test_a_search_that_met_a_limit_is_not_complete(limits: Limits, reason: str) 
     assert result.stopped_by == reason
 
 
+def test_the_limit_of_states_holds_beside_that_of_steps() -> None:
+    result = exhaustive(Machine(chosen(find("kv-status"), {})), Limits(steps=8, states=300))
+    assert result.stopped_by == "states"
+    assert result.states < 320
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_shrinking_takes_every_needless_step_away(seed: int) -> None:
     machine = Machine(chosen(find("pooled-response"), {}))

@@ -7,7 +7,7 @@ hashable, cheap to keep and to go back to, although the processes are generators
 
 Two histories of a process lead to the same point when the generator stands at the same yield with equal local variables.
 That says all about a generator only if nothing else is alive in its frame, so `_tells_all` looks at its source: a yield within
-`for`, `with`, `except` or `finally`, or in the middle of an expression, keeps the histories apart. That costs
+`for`, `with`, `match`, `except` or `finally`, or in the middle of an expression, keeps the histories apart. That costs
 merging, never truth.
 """
 
@@ -196,7 +196,10 @@ class Machine:
         generator, _step = self._restart(lane)
         for answers in reversed(past):
             self._use(Tape(answers))
-            next(generator)
+            try:
+                next(generator)
+            except (KeyError, StopIteration):
+                raise ModelError(f"{self.lanes[lane].name} does not do the same when it is run again") from None
         return generator
 
     def _keep(self, point: Point, tape: Tape, outcome: Outcome) -> Outcome:
@@ -315,7 +318,7 @@ def _plain_yields(node: ast.AST) -> Iterator[ast.AST]:
                 | ast.Assign(value=ast.Yield() | ast.YieldFrom() as found)
             ):
                 yield found
-            case ast.For() | ast.With() | ast.ExceptHandler():
+            case ast.For() | ast.With() | ast.Match() | ast.ExceptHandler():
                 continue
             case _:
                 yield from _plain_yields(child)

@@ -151,8 +151,8 @@ def exhaustive(machine: Machine, limits: Limits, reduce: bool = True, until: Inv
     frontier.visit(machine.initial, 0, None)
     _meet(judge, frontier, machine.initial)
     while frontier.queue and until not in result.violations:
-        result.stopped_by = result.stopped_by or _exhausted(frontier, limits, deadline)
-        if result.stopped_by in ("states", "seconds"):
+        if exhausted := _exhausted(frontier, limits, deadline):
+            result.stopped_by = exhausted
             break
         visit = frontier.queue.popleft()
         if frontier.depths[visit.state] >= limits.steps:
