@@ -116,9 +116,11 @@ def test_a_file_that_is_no_replay_is_refused(content: str, tmp_path: Path) -> No
 
 def test_the_time_line_stands_alone_and_marks_the_write(tmp_path: Path) -> None:
     document = json.loads(windtunnel("run", "kv-status", "--rule", "c", "--json", "--out", tmp_path).stdout)
-    page = tmp_path / "page.html"
-    windtunnel("replay", document["violations"][0]["replay"], "--html", page)
+    file, page = document["violations"][0]["replay"], tmp_path / "page.html"
+    windtunnel("replay", file, "--out", page)
+    windtunnel("replay", file, "--html")
     html = page.read_text(encoding="utf-8")
+    assert Path(file).with_suffix(".html").read_text(encoding="utf-8") == html
     assert not re.search(r"https?://|\bsrc=|\bhref=|@import|url\(", html)
     marked = re.findall(r'<div class="grid row bad".*?<span class="number">(\d+)</span>', html, re.DOTALL)
     assert marked == ["5"]

@@ -90,7 +90,8 @@ def run(
 @explore.command()
 def replay(
     file: Annotated[Path, typer.Argument(help="A replay file that `explore run` saved.")],
-    html: Annotated[Path | None, typer.Option(help="Write a time line to this file.")] = None,
+    html: Annotated[bool, typer.Option("--html", help="Write a time line as one HTML page.")] = False,
+    out: Annotated[Path | None, typer.Option(help="The page; by default beside the replay file.")] = None,
     as_json: _AsJson = False,
 ) -> None:
     """Run a replay file step by step and show what changes. Exit 0: nothing breaks, 1: it breaks again, 2: usage."""
@@ -104,11 +105,14 @@ def replay(
         saved = replays.read(file)
         model = catalogue.find(saved.scenario).model(**saved.parameters)
         story = replays.run(saved, Machine(model))
-        if html is not None:
-            html.write_text(page(story), encoding="utf-8")
+        target = out or file.with_suffix(".html") if html or out else None
+        if target is not None:
+            target.write_text(page(story), encoding="utf-8")
     except (ModelError, OSError) as error:
         _usage(str(error))
     typer.echo(json.dumps(replays.document(story)) if as_json else "\n".join(_lines(story)))
+    if target is not None:
+        typer.echo(f"time line: {target}", err=True)
     raise typer.Exit(exits.FINDING if story.broken else exits.OK)
 
 
