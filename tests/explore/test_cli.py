@@ -64,6 +64,7 @@ def test_the_steps_of_a_replay_show_the_change_of_state(tmp_path: Path) -> None:
         (("pooled-response", "--set", "frames=1"), 1),
         (("kv-status", "--expect", "10,12,13"), 0),
         (("kv-status", "--expect", "1"), 1),
+        (("kv-status", "--expect", "first"), 2),
         (("kv-status", "--rule", "z"), 2),
         (("kv-status", "--search", "guess"), 2),
         (("kv-status", "--set", "atomic=maybe"), 2),

@@ -75,16 +75,16 @@ def run(
         _usage(f"--search {search}: must be one of {', '.join(report.SEARCHES)}")
     shorthands = [f"rule={rule}"] * (rule is not None) + ["owned=true"] * owned
     limits = Limits(schedules=schedules, steps=steps, states=states, seconds=seconds)
+    expected = _numbers(expect or "")
     try:
-        expected = None if expect is None else {int(number) for number in expect.split(",") if number}
         found = catalogue.find(scenario)
         model = catalogue.chosen(found, dict(_pair(text) for text in [*settings, *shorthands]))
         made = report.explore(found, model, search, limits, seed, reduce, out)
-    except (ModelError, ValueError) as error:
+    except (ModelError, OSError) as error:
         _usage(str(error))
     typer.echo(json.dumps(report.document(made)) if as_json else report.text(made), nl=as_json)
     broken = {finding.violation.invariant.number for finding in made.findings}
-    raise typer.Exit(exits.OK if broken == (expected or set()) else exits.FINDING)
+    raise typer.Exit(exits.OK if broken == expected else exits.FINDING)
 
 
 @explore.command()
@@ -141,6 +141,13 @@ def _pair(text: str) -> tuple[str, str]:
     if not equals:
         _usage(f"--set {text}: must be NAME=VALUE")
     return name, value
+
+
+def _numbers(text: str) -> set[int]:
+    parts = [part.strip() for part in text.split(",") if part]
+    if not all(part.isdecimal() for part in parts):
+        _usage(f"--expect {text}: must be numbers of invariants, as in 10,12")
+    return {int(part) for part in parts}
 
 
 def _usage(message: str) -> NoReturn:
