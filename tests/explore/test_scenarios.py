@@ -107,14 +107,18 @@ def test_three_paths_lead_to_the_recycled_object_and_none_if_the_task_owns_its_i
 
 
 @pytest.mark.parametrize(
-    ("name", "before", "after"),
-    [("lease-reaper", "fixed=false", "fixed=true"), ("metadata-slots", "fix=before", "fix=after")],
+    ("name", "before", "after", "numbers"),
+    [
+        ("lease-reaper", "fixed=false", "fixed=true", {6}),
+        ("metadata-slots", "fix=before", "fix=after", {6}),
+        ("n-admission", "fixed=false", "fixed=true", {10}),
+    ],
 )
-def test_the_examples_break_before_their_fix_only(name: str, before: str, after: str) -> None:
+def test_the_examples_break_before_their_fix_only(name: str, before: str, after: str, numbers: set[int]) -> None:
     def run(setting: str) -> Result:
         return exhaustive(Machine(chosen(find(name), dict([setting.split("=")]))), Limits())  # type: ignore[arg-type]
 
-    assert {invariant.number for invariant in run(before).violations} == {6}
+    assert {invariant.number for invariant in run(before).violations} == numbers
     assert run(after).complete
     assert not run(after).violations
 

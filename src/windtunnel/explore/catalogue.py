@@ -18,6 +18,7 @@ BUILT_IN: Mapping[str, str] = {
     "pooled-response": "scenarios.pooled_response",
     "lease-reaper": "examples.lease_reaper",
     "metadata-slots": "examples.metadata_slots",
+    "n-admission": "examples.n_admission",
 }
 
 _TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
