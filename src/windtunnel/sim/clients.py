@@ -99,6 +99,8 @@ class Clients:
 
     def _end_attempt(self, attempt: Attempt, outcome: Outcome) -> None:
         assert attempt.live, f"attempt {attempt.request_id} ended twice: {attempt.outcome}, {outcome}"
+        if outcome != "finished":
+            self._router.sync(attempt)
         attempt.outcome, attempt.ended_ns = outcome, self._kernel.now_ns
         self.attempt_outcomes[outcome] += 1
         for timer in attempt.timers:
@@ -143,11 +145,12 @@ class Clients:
             self._win(attempt)
         if wanted == NEVER:
             return
+        self._router.sync(attempt)
         received = attempt.received(self._kernel.now_ns)
         if received >= wanted:
             self._leave(attempt)
         elif len(attempt.times_ns) < wanted:
-            attempt.trigger = wanted
+            self._router.watch(attempt, wanted)
         else:
             self._kernel.at(attempt.times_ns[wanted - 1] + attempt.return_ns, partial(self._leave, attempt))
 

@@ -8,6 +8,7 @@ from windtunnel.core.engine import Engine
 from windtunnel.core.kv.hashing import BlockHasher
 from windtunnel.core.pacing import Draws, Duration, Pacing, RequestPacing, StepPacing
 from windtunnel.core.vllm import VllmEngine, VllmEngineConfig
+from windtunnel.core.vllm.runs import RunVllmEngine
 from windtunnel.sim.scenario import EnginesSpec, PacingSpec, ScenarioError
 from windtunnel.wire.vllm.metrics import VllmMetrics, cache_config_labels
 
@@ -50,7 +51,10 @@ def vllm_config(spec: EnginesSpec, **fixed: Any) -> VllmEngineConfig:
 
 
 def _make_vllm(spec: EnginesSpec, pacing: Pacing, kv_events: bool) -> Engine:
-    return VllmEngine(vllm_config(spec, collect_kv_events=kv_events), pacing)
+    config = vllm_config(spec, collect_kv_events=kv_events)
+    if pacing.lock_step and not config.async_scheduling:
+        return RunVllmEngine(config, pacing)
+    return VllmEngine(config, pacing)
 
 
 def _vllm_metrics(spec: EnginesSpec, clock_s: Callable[[], float]) -> VllmMetrics:

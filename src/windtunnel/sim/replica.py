@@ -3,16 +3,30 @@
 The replica owns its engine and gives it the time; it never lets the engine fall behind or run ahead.
 """
 
+from array import array
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from functools import partial
+from typing import Protocol, runtime_checkable
 
 from windtunnel.core.engine import Engine
 from windtunnel.core.lifecycle import Event, State, Transition
 from windtunnel.core.outputs import FinishReason, KvEvent, Refusal, StepOutput, TokenOutput
 from windtunnel.core.request import EngineRequest
+from windtunnel.core.vllm.runs import TokenRun
 from windtunnel.sim.calls import Attempt
 from windtunnel.sim.kernel import Action, Kernel, Timer
 from windtunnel.wire.vllm.metrics import VllmMetrics
+
+
+@runtime_checkable
+class RunEngine(Protocol):
+    """An engine whose tokens leave in runs (`core.vllm.runs`)."""
+
+    def take_runs(self) -> Sequence[TokenRun]: ...
+
+    def report_now(self, request_id: str) -> None: ...
+
+    def watch(self, request_id: str, tokens: int) -> None: ...
 
 
 class Receiver(Protocol):
@@ -100,6 +114,7 @@ class Replica:
         self._streams: dict[str, Attempt] = {}
         self._alarm: Timer | None = None
         self._held: list[Action] = []
+        self._runs = self.engine if isinstance(self.engine, RunEngine) else None
 
     # What reaches it
 
@@ -118,6 +133,7 @@ class Replica:
             return Refusal("invalid", str(error), 400, "BadRequestError")
         if refusal is None:
             self._streams[request.request_id] = attempt
+            self.watch(attempt)
             if self.metrics is not None:
                 self.metrics.on_submitted(0, [request])
         elif self.metrics is not None:
@@ -134,8 +150,16 @@ class Replica:
             self.metrics.on_dropped([request_id])
         self.wake()
 
-    def is_open(self, request_id: str) -> bool:
-        return request_id in self._streams
+    def watch(self, attempt: Attempt) -> None:
+        """Its trigger has been set: notice the token that pulls it, in the step that makes it."""
+        if self._runs is not None and attempt.trigger > 1 and attempt.request_id in self._streams:
+            self._runs.watch(attempt.request_id, attempt.trigger)
+
+    def sync(self, attempt: Attempt) -> None:
+        """Bring the times of its tokens up to the present."""
+        if self._runs is not None and attempt.request_id in self._streams and self.reachable:
+            self._runs.report_now(attempt.request_id)
+            self._hear_runs(self._runs.take_runs())
 
     # Time
 
@@ -168,17 +192,42 @@ class Replica:
             self.peak_waiting = max(self.peak_waiting, step.stats.waiting + step.stats.deferred)
         if self.on_kv_events is not None and step.kv_events:
             self.on_kv_events(self.index, step.kv_events)
+        runs = self._runs.take_runs() if self._runs is not None else ()
         if self.reachable:
-            self._speak(step.outputs, step.at_ns)
+            self._speak(step.outputs, runs, step.at_ns)
         else:
-            self._held.append(lambda: self._speak(step.outputs, self._kernel.now_ns))
+            self._held.append(partial(self._speak_late, step.outputs, runs))
         if self.after_step is not None:
             self.after_step(self)
 
-    def _speak(self, outputs: Sequence[TokenOutput], at_ns: int) -> None:
-        streams = self._streams
+    def _speak_late(self, outputs: Sequence[TokenOutput], runs: Sequence[TokenRun]) -> None:
+        """What was held gets through at once."""
+        now_ns = self._kernel.now_ns
+        late = [TokenRun(run.request_id, run.token_ids, array("q", [now_ns]) * len(run.token_ids)) for run in runs]
+        self._speak(outputs, late, now_ns)
+
+    def _speak(self, outputs: Sequence[TokenOutput], runs: Sequence[TokenRun], at_ns: int) -> None:
+        """Pass on what a step has made. A first output comes before the runs of its sequence, a final one after them."""
+        if not runs:
+            self._hear(outputs, at_ns)
+            return
+        self._hear([output for output in outputs if output.finish_reason is None], at_ns)
+        self._hear_runs(runs)
+        self._hear([output for output in outputs if output.finish_reason is not None], at_ns)
+
+    def _hear_runs(self, runs: Sequence[TokenRun]) -> None:
+        for request_id, _token_ids, times_ns in runs:
+            attempt = self._streams.get(request_id)
+            if attempt is None:
+                continue
+            before = len(attempt.times_ns)
+            attempt.times_ns.extend(times_ns)
+            if before < attempt.trigger <= len(attempt.times_ns):
+                self._receiver.on_trigger(attempt, attempt.times_ns[attempt.trigger - 1])
+
+    def _hear(self, outputs: Sequence[TokenOutput], at_ns: int) -> None:
         for output in outputs:
-            attempt = streams.get(output[0])
+            attempt = self._streams.get(output[0])
             if attempt is None:
                 continue
             times = attempt.times_ns
@@ -186,18 +235,16 @@ class Replica:
                 times.append(at_ns)
                 if len(output[1]) > 1:
                     times.extend([at_ns] * (len(output[1]) - 1))
-            if output[2] is not None or len(times) == attempt.trigger:
-                self._notable(attempt, output, at_ns)
+            if len(times) == attempt.trigger and output[1]:
+                self._receiver.on_trigger(attempt, at_ns)
+            if output[2] is not None:
+                self._close(attempt, output, output[2], at_ns)
 
-    def _notable(self, attempt: Attempt, output: TokenOutput, at_ns: int) -> None:
-        if len(attempt.times_ns) == attempt.trigger:
-            self._receiver.on_trigger(attempt, at_ns)
-        if output.finish_reason is None:
-            return
+    def _close(self, attempt: Attempt, output: TokenOutput, reason: FinishReason, at_ns: int) -> None:
         del self._streams[attempt.request_id]
         attempt.cached_tokens = output.cached_tokens
         if self.metrics is not None:
-            self.metrics.on_finished(attempt.request_id, output.finish_reason or FinishReason.STOP, at_ns)
+            self.metrics.on_finished(attempt.request_id, reason, at_ns)
         self._receiver.on_final(attempt, output, at_ns)
 
     # What befalls it
@@ -220,6 +267,7 @@ class Replica:
         if self.up:
             self.crash()
         self.engine = self._make_engine()
+        self._runs = self.engine if isinstance(self.engine, RunEngine) else None
         self.up = True
         self.wake()
 

@@ -95,6 +95,16 @@ class Router:
         delay_ns = self._network.router_engine_ns(HEAD_BYTES)
         self._kernel.after(delay_ns, partial(replica.deliver, partial(replica.abort, attempt.request_id)))
 
+    def sync(self, attempt: Attempt) -> None:
+        """Let the attempt know of all tokens that have left its engine."""
+        if attempt.engine != NEVER:
+            self.replicas[attempt.engine].sync(attempt)
+
+    def watch(self, attempt: Attempt, tokens: int) -> None:
+        """Tell the client when so many tokens have come; fewer have left the engine so far."""
+        attempt.trigger = tokens
+        self.replicas[attempt.engine].watch(attempt)
+
     # Answers
 
     def on_trigger(self, attempt: Attempt, at_ns: int) -> None:
