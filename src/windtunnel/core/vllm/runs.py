@@ -1,9 +1,9 @@
 """The vLLM engine for virtual time: the same decisions, but tokens leave in runs.
 
 `VllmEngine` touches every running sequence in every step, because somebody waits for each token. In virtual time nobody does,
-so here a dull sequence *dozes*: it takes part in every step (in the count, the step's length and the KV accounting), and is
-touched again only when a block fills, a block is needed, or it may end. Its tokens are reported as one `TokenRun` when it
-ends, leaves the running list, sits a step out, reaches a watched token, or is asked for.
+so here a decoding sequence *dozes*: it takes part in every step (in the count, the step's length and the KV accounting), and
+is touched only at a *block boundary* (one block is full and published, the next one is taken) and when it may end. Its tokens
+are reported as one `TokenRun` when it ends, leaves the running list, sits a step out, reaches a watched token, or is asked for.
 
 What stays exactly equal to `VllmEngine`: every step and its length, every transition, all statistics and KV events, first and
 final outputs, and the time of every token. `tests/core/vllm/test_runs.py` compares the two.
@@ -29,6 +29,8 @@ from windtunnel.core.vllm.sequence import VllmSequence
 from windtunnel.core.vllm.step import Step
 
 _KEEP_TIMES = 1 << 15
+_PLAN = 256
+"""Tokens that a sequence sleeps through at most."""
 
 
 class TokenRun(NamedTuple):
@@ -58,11 +60,13 @@ _STOPPED = StepClock()
 class RunSequence(VllmSequence):
     """A sequence that knows at which step it wakes; `quiet` follows from that."""
 
-    __slots__ = ("clock", "sent", "wake_step", "watched")
+    __slots__ = ("boundary", "clock", "sent", "wake_step", "watched")
 
     def __init__(self, request: EngineRequest, config: VllmEngineConfig, arrived: int, now_ns: int) -> None:
         self.clock = _STOPPED
         self.wake_step = 0
+        self.boundary = 0
+        """The step count at which its computed tokens next fill a block."""
         self.sent = 0
         """Output tokens that have been reported."""
         self.watched = 0
@@ -78,15 +82,21 @@ class RunSequence(VllmSequence):
     def quiet(self, left: int) -> None:
         self.wake_step = self.clock.steps + left
 
-    def _start_quiet(self, planned: Sequence[int]) -> None:
-        """Until a watched token at most; there it wakes."""
+    def plan_quiet(self, block_size: int) -> None:
+        """Plan the tokens until it may end: none of them stops it. At most until a watched token."""
         made = len(self.output)
+        count = min(_PLAN, self.output_limit - made - 1)
         if self.watched > made:
-            planned = planned[: self.watched - made]
+            count = min(count, self.watched - made)
+        if count < 1:
+            return
+        planned = self.request.source.token_ids(made, count)
+        if not self.stops.isdisjoint(planned):
+            planned = planned[: next(at for at, token in enumerate(planned) if token in self.stops)]
         self.output += planned
-        self.wake_step = self.clock.steps + len(planned)
         self.computed_at_end += len(planned)
-
+        self.wake_step = self.clock.steps + len(planned)
+        self.boundary = self.clock.steps - (self.computed_at_end - len(planned)) % -block_size
 
     def wake_after(self, tokens: int) -> None:
         """Shorten its sleep to so many further tokens."""
@@ -129,6 +139,7 @@ class RunScheduler(VllmScheduler):
         self.runs: list[TokenRun] = []
         self._awake: dict[int, RunSequence] = {}
         self._wakes: dict[int, list[RunSequence]] = {}
+        self._boundaries: dict[int, list[RunSequence]] = {}
 
     def add(self, sequence: VllmSequence, now_ns: int) -> None:
         cast(RunSequence, sequence).clock = self.clock
@@ -141,6 +152,7 @@ class RunScheduler(VllmScheduler):
         self.clock.dozing += 1
         del self._awake[sequence.run_order]
         self.wake_later(sequence)
+        self._boundaries.setdefault(sequence.boundary, []).append(sequence)
 
     def wake_later(self, sequence: RunSequence) -> None:
         self._wakes.setdefault(sequence.wake_step, []).append(sequence)
@@ -153,6 +165,21 @@ class RunScheduler(VllmScheduler):
         for sequence in self._wakes.pop(self.clock.steps, ()):
             if sequence.run_order >= 0 and sequence.wake_step == self.clock.steps and sequence.run_order not in self._awake:
                 self._rouse(sequence)
+
+    def is_awake(self, sequence: RunSequence) -> bool:
+        return sequence.run_order in self._awake
+
+    def at_boundary(self) -> list[RunSequence]:
+        """The sleepers whose computed tokens fill their blocks, in the order of the running list."""
+        steps, awake = self.clock.steps, self._awake
+        due = [
+            sequence
+            for sequence in self._boundaries.get(steps, ())
+            if sequence.run_order >= 0 and sequence.boundary == steps and sequence.run_order not in awake
+        ]
+        if len(due) > 1:
+            due.sort(key=_run_order)
+        return due
 
     def rouse_early(self, sequence: RunSequence) -> None:
         """Give up its planned rest."""
@@ -203,16 +230,35 @@ class RunScheduler(VllmScheduler):
             return
         cast(RunStep, step).dozing = self.clock.dozing
         step.budget -= self.clock.dozing
-        for at, order in enumerate(orders):
-            sequence = self._awake.get(order)
-            if sequence is None:
-                continue
-            if not step.budget:
-                self._skip([self._awake[later] for later in orders[at:] if later in self._awake], step, now_ns)
+        crossing = {sequence.run_order: sequence for sequence in self.at_boundary()}
+        self._boundaries.pop(self.clock.steps, None)
+        for order in sorted((*orders, *crossing)) if orders else crossing:
+            if not self._visit(order, crossing, cast(RunStep, step), now_ns):
                 return
-            if not self._plan(sequence, step, now_ns):
-                self._end_traversal(order, cast(RunStep, step), now_ns)
-                return
+
+    def _visit(self, order: int, crossing: dict[int, RunSequence], step: RunStep, now_ns: int) -> bool:
+        """Plan for one sequence. False ends the traversal."""
+        sequence = crossing.get(order)
+        if sequence is not None:
+            if sequence.run_order < 0:
+                return True
+            if not self._make_room(sequence, 1, step, now_ns):
+                self._end_traversal(order, step, now_ns)
+                return False
+            sequence.boundary += self.config.block_size
+            if sequence.boundary <= sequence.wake_step:
+                self._boundaries.setdefault(sequence.boundary, []).append(sequence)
+            return True
+        awake = self._awake.get(order)
+        if awake is None:
+            return True
+        if not step.budget:
+            self._skip([self._awake[later] for later in sorted(self._awake) if later >= order], step, now_ns)
+            return False
+        if not self._plan(awake, step, now_ns):
+            self._end_traversal(order, step, now_ns)
+            return False
+        return True
 
     def _end_traversal(self, order: int, step: RunStep, now_ns: int) -> None:
         """A sequence has preempted itself: whoever stands behind it sits this step out."""
@@ -266,12 +312,23 @@ class RunCompletion(Completion):
         return super().run()
 
     def _decode(self) -> None:
-        for sequence in cast(list[RunSequence], self._step.decoding):
-            if sequence.run_order >= 0:
+        scheduler = cast(RunScheduler, self._scheduler)
+        crossing = scheduler.at_boundary() if cast(RunStep, self._step).scheduled else []
+        decoding = cast(list[RunSequence], self._step.decoding)
+        if not decoding:
+            for sequence in crossing:
+                scheduler.publish(sequence)
+            return
+        for sequence in sorted((*decoding, *crossing), key=_run_order) if crossing else decoding:
+            if sequence.run_order < 0:
+                continue
+            if scheduler.is_awake(sequence):
                 sequence.computed_at_end += 1
-                self._scheduler.kv_tokens += 1
-                self._scheduler.publish(sequence)
+                scheduler.kv_tokens += 1
+                scheduler.publish(sequence)
                 self._emit(sequence)
+            else:
+                scheduler.publish(sequence)
 
     def _emit(self, sequence: VllmSequence) -> None:
         scheduler, run_sequence = cast(RunScheduler, self._scheduler), cast(RunSequence, sequence)
@@ -342,3 +399,7 @@ class RunVllmEngine(VllmEngine):
         if sequence.quiet > tokens - sequence.output_tokens:
             sequence.wake_after(tokens - sequence.output_tokens)
             cast(RunScheduler, self._scheduler).wake_later(sequence)
+
+
+def _run_order(sequence: VllmSequence) -> int:
+    return sequence.run_order
