@@ -103,8 +103,13 @@ def test_in_flight_is_counted_when_the_drain_is_too_short() -> None:
 
 
 def test_prefix_aware_finds_shared_prefixes() -> None:
-    shared = {"workload": {"rate": 40, "shared_prefix_tokens": 512, "prefix_groups": 8, "prompt_tokens": 32, "output_tokens": 8}}
-    cached = {policy: run(scenario(policy=policy, **shared)).summary["prefix_cache"]["cached_tokens"] for policy in ("prefix-aware", "random")}
+    shared = {
+        "workload": {"rate": 40, "shared_prefix_tokens": 512, "prefix_groups": 8, "prompt_tokens": 32, "output_tokens": 8}
+    }
+    cached = {
+        policy: run(scenario(policy=policy, **shared)).summary["prefix_cache"]["cached_tokens"]
+        for policy in ("prefix-aware", "random")
+    }
     assert cached["prefix-aware"] > cached["random"] > 0
 
 

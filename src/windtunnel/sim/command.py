@@ -87,7 +87,8 @@ def summary_text(summary: Mapping[str, Any]) -> str:
     """For people: a line for each matter."""
     requests = ", ".join(f"{name} {count}" for name, count in summary["requests"].items() if count or name == "sent")
     lines = [
-        f"{summary['virtual_s']:.1f} s of virtual time, {len(summary['engines'])} engines, policy {summary['policy']}, seed {summary['seed']}",
+        f"{summary['virtual_s']:.1f} s of virtual time, {len(summary['engines'])} engines, policy {summary['policy']}, "
+        f"seed {summary['seed']}",
         f"requests   {requests}",
     ]
     for name in ("ttft", "itl", "tpot", "e2e"):

@@ -22,6 +22,9 @@ from windtunnel.wire.vllm.metrics import VllmMetrics
 class RunEngine(Protocol):
     """An engine whose tokens leave in runs (`core.vllm.runs`)."""
 
+    @property
+    def tokens_in_runs(self) -> int: ...
+
     def take_runs(self) -> Sequence[TokenRun]: ...
 
     def report_now(self, request_id: str) -> None: ...
@@ -115,6 +118,7 @@ class Replica:
         self._alarm: Timer | None = None
         self._held: list[Action] = []
         self._runs = self.engine if isinstance(self.engine, RunEngine) else None
+        self._seen_in_runs = 0
 
     # What reaches it
 
@@ -146,6 +150,7 @@ class Replica:
         if self._streams.pop(request_id, None) is None or not self.up:
             return
         self.engine.abort([request_id], self._kernel.now_ns)
+        self._take_runs()
         if self.metrics is not None:
             self.metrics.on_dropped([request_id])
         self.wake()
@@ -159,7 +164,15 @@ class Replica:
         """Bring the times of its tokens up to the present."""
         if self._runs is not None and attempt.request_id in self._streams and self.reachable:
             self._runs.report_now(attempt.request_id)
-            self._hear_runs(self._runs.take_runs())
+            self._hear_runs(self._take_runs())
+
+    def _take_runs(self) -> Sequence[TokenRun]:
+        """Runs that come without a step."""
+        runs = self._runs.take_runs() if self._runs is not None else ()
+        if self.metrics is not None:
+            for run in runs:
+                self.metrics.on_run(0, run.request_id, run.times_ns)
+        return runs
 
     # Time
 
@@ -184,8 +197,6 @@ class Replica:
             self.ledger.fold(step.transitions)
             if self.on_transitions is not None:
                 self.on_transitions(self.index, step.transitions)
-        if self.metrics is not None:
-            self.metrics.on_step(0, step, step.at_ns)
         if step.stats is not None:
             self.steps += 1
             self.peak_running = max(self.peak_running, step.stats.running)
@@ -193,12 +204,24 @@ class Replica:
         if self.on_kv_events is not None and step.kv_events:
             self.on_kv_events(self.index, step.kv_events)
         runs = self._runs.take_runs() if self._runs is not None else ()
+        if self.metrics is not None:
+            self._fold(self.metrics, step, runs)
         if self.reachable:
             self._speak(step.outputs, runs, step.at_ns)
         else:
             self._held.append(partial(self._speak_late, step.outputs, runs))
         if self.after_step is not None:
             self.after_step(self)
+
+    def _fold(self, metrics: VllmMetrics, step: StepOutput, runs: Sequence[TokenRun]) -> None:
+        """The runs first: a final output ends the timings that they need."""
+        if self._runs is None:
+            metrics.on_step(0, step, step.at_ns)
+            return
+        seen, self._seen_in_runs = self._seen_in_runs, self._runs.tokens_in_runs
+        for run in runs:
+            metrics.on_run(0, run.request_id, run.times_ns)
+        metrics.on_step(0, step, step.at_ns, in_runs=self._seen_in_runs - seen)
 
     def _speak_late(self, outputs: Sequence[TokenOutput], runs: Sequence[TokenRun]) -> None:
         """What was held gets through at once."""
@@ -268,6 +291,7 @@ class Replica:
             self.crash()
         self.engine = self._make_engine()
         self._runs = self.engine if isinstance(self.engine, RunEngine) else None
+        self._seen_in_runs = 0
         self.up = True
         self.wake()
 

@@ -179,9 +179,9 @@ def _ms(value_ns: float) -> float:
     return round(value_ns / MS, 3)
 
 
-def conservation(sent: int, outcomes: Mapping[str, int], in_flight: int) -> dict[str, int]:
+def conservation(sent: int, outcomes: Mapping[Any, int], in_flight: int) -> dict[str, int]:
     """Raises AssertionError unless every call that was sent has ended once or is in flight."""
-    counts = {outcome: outcomes.get(outcome, 0) for outcome in OUTCOMES}
+    counts: dict[str, int] = {outcome: outcomes.get(outcome, 0) for outcome in OUTCOMES}
     counts["in_flight"] = in_flight
     assert sent == sum(counts.values()), f"sent {sent}, but {counts}"
     return {"sent": sent, **counts}

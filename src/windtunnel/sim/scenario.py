@@ -209,7 +209,7 @@ def load_scenario(path: Path, overrides: Mapping[str, Any] | None = None) -> Sce
 
 def with_overrides(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """`overrides` by dotted key, such as `workload.rate` or `engines.0.config.max_num_seqs`. Raises ScenarioError."""
-    result = _copied(values)
+    result: dict[str, Any] = _copied(values)
     for key, value in overrides.items():
         _set(result, key, key.split("."), value)
     return result

@@ -1,7 +1,11 @@
-"""A time line in the Trace Event Format that Perfetto and chrome://tracing read: a process for each engine, a lane for each request."""
+"""A time line in the Trace Event Format, which Perfetto and chrome://tracing read.
+
+A process for each engine, a lane for each request.
+"""
 
 import json
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from windtunnel.core.lifecycle import Transition
@@ -39,7 +43,7 @@ class Timeline:
         rows = self._lanes[request_id]
         place = {"pid": self._engine[request_id], "tid": lane}
         events: list[dict[str, Any]] = [{"ph": "M", "name": "thread_name", **place, "args": {"name": request_id}}]
-        for row, following in zip(rows, rows[1:], strict=False):
+        for row, following in pairwise(rows):
             span = {"ts": row.at_ns / 1000, "dur": (following.at_ns - row.at_ns) / 1000}
             detail = dict(row.detail or {})
             events.append({"ph": "X", "name": row.after.value, "cat": "request", **place, **span, "args": detail})

@@ -187,7 +187,7 @@ def read_loadtool(path: Path) -> Iterator[TraceRow]:
 
 
 def read_golden(path: Path) -> Iterator[TraceRow]:
-    """Recordings of a real server: passes that ran one after another; here each begins a second after the last arrival before."""
+    """Recordings of a real server: passes, one after another; here each begins a second after the last arrival before it."""
     base_ns = last_ns = 0
     current: float | None = None
     for line in _jsonl(path):
@@ -244,7 +244,7 @@ def read_trace(path: Path, name: str = "auto") -> list[TraceRow]:
 
 
 class Replay:
-    """A trace as a workload: timed rows at their times over `trace_speed`, untimed ones at `rate`, later turns after answers."""
+    """A trace as a workload: timed rows at their times over `trace_speed`, untimed ones at `rate`, turns after answers."""
 
     def __init__(self, spec: WorkloadSpec, stream: Callable[[str], Random], until_ns: int) -> None:
         assert spec.trace is not None

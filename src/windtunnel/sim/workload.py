@@ -126,14 +126,13 @@ class MultiTurn:
         self._turns = stream("workload.turns")
 
     def arrivals(self) -> Iterator[tuple[int, Question]]:
-        at_ns, conversation = 0.0, 0
-        for gap_ns in self._gaps:
+        at_ns = 0.0
+        for conversation, gap_ns in enumerate(self._gaps):
             at_ns += gap_ns
             if at_ns >= self._until_ns or self._writer.exhausted:
                 return
             turns = self._spec.turns.draw(self._turns)
             yield round(at_ns), self._writer.question(f"conversation-{conversation}", turns)
-            conversation += 1
 
     def after(self, question: Question, ended_ns: int, answer_tokens: int | None) -> tuple[int, Question] | None:
         """An unanswered question ends its conversation."""

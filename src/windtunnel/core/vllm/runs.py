@@ -12,7 +12,7 @@ It needs lock step (`StepPacing`) and refuses asynchronous scheduling, whose lat
 """
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from typing import NamedTuple, cast
 
@@ -74,15 +74,24 @@ class RunSequence(VllmSequence):
         super().__init__(request, config, arrived, now_ns)
 
     @property
-    def quiet(self) -> int:  # type: ignore[override]
+    def roomy(self) -> bool:
+        """Never: who is awake is looked at closely."""
+        return False
+
+    @roomy.setter
+    def roomy(self, roomy: bool) -> None:
+        return
+
+    @property
+    def quiet(self) -> int:
         left = self.wake_step - self.clock.steps
-        return left if left > 0 else 0
+        return left if left > 0 else 0  # noqa: FURB136 (read for every sequence awake; max() takes twice as long)
 
     @quiet.setter
     def quiet(self, left: int) -> None:
         self.wake_step = self.clock.steps + left
 
-    def plan_quiet(self, block_size: int) -> None:
+    def plan(self, block_size: int) -> None:
         """Plan the tokens until it may end: none of them stops it. At most until a watched token."""
         made = len(self.output)
         count = min(_PLAN, self.output_limit - made - 1)
@@ -137,6 +146,8 @@ class RunScheduler(VllmScheduler):
         super().__init__(config, pacing, log)
         self.clock = StepClock()
         self.runs: list[TokenRun] = []
+        self.in_runs = 0
+        """Tokens so far that are not among the outputs of their steps."""
         self._awake: dict[int, RunSequence] = {}
         self._wakes: dict[int, list[RunSequence]] = {}
         self._boundaries: dict[int, list[RunSequence]] = {}
@@ -206,6 +217,7 @@ class RunScheduler(VllmScheduler):
         clock.steps += 1
         clock.times_ns.append(at_ns)
         self.kv_tokens += clock.dozing
+        self.in_runs += clock.dozing
         for sequence in self._wakes.get(clock.steps, ()):
             if sequence.output_tokens == sequence.watched and sequence.run_order >= 0:
                 self.flush(sequence)
@@ -341,9 +353,11 @@ class RunCompletion(Completion):
         if made == 1:
             self._outputs.append(output)
             run_sequence.sent = 1
-        elif made == run_sequence.watched:
-            scheduler.flush(run_sequence)
-        sequence.plan_quiet(config.block_size)
+        else:
+            scheduler.in_runs += 1
+            if made == run_sequence.watched:
+                scheduler.flush(run_sequence)
+        sequence.plan(config.block_size)
         if sequence.quiet:
             scheduler.doze(run_sequence)
 
@@ -383,6 +397,11 @@ class RunVllmEngine(VllmEngine):
         scheduler = cast(RunScheduler, self._scheduler)
         taken, scheduler.runs = scheduler.runs, []
         return taken
+
+    @property
+    def tokens_in_runs(self) -> int:
+        """Tokens so far that were not among the outputs of their steps, whether their run has been reported or not."""
+        return cast(RunScheduler, self._scheduler).in_runs
 
     def report_now(self, request_id: str) -> None:
         """Put the tokens so far of this sequence into the runs; unknown ids have none."""
