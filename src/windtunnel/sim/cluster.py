@@ -38,7 +38,8 @@ class RunResult:
 class Cluster:
     """One run of one scenario. Owns everything in it."""
 
-    def __init__(self, scenario: Scenario, *, keep_rows: bool = True) -> None:
+    def __init__(self, scenario: Scenario, *, keep_rows: bool = True, kv_events: bool = False) -> None:
+        """`kv_events`: collect them even if the policy has no use for them."""
         self.scenario = scenario
         self.kernel = Kernel(scenario.seed)
         self.recorder = Recorder(scenario.slo, keep_rows=keep_rows)
@@ -48,7 +49,7 @@ class Cluster:
         hasher = kind_of(self.specs[0]).hasher(self.specs[0])
         context = PolicyContext(self.kernel.stream("policy"), hasher, len(self.specs))
         policy = load_policy(scenario.policy, scenario.policy_file, context)
-        self._kv_events = scenario.policy in NEED_KV_EVENTS or scenario.policy_file is not None
+        self._kv_events = kv_events or scenario.policy in NEED_KV_EVENTS or scenario.policy_file is not None
         self.router = Router(self.kernel, network, policy, [spec.role for spec in self.specs])
         self.replicas = [self._replica(index, spec) for index, spec in enumerate(self.specs)]
         self.router.replicas = self.replicas

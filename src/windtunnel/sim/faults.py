@@ -1,9 +1,9 @@
 """What may befall an engine of a scenario, as one table of beginnings and ends."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from windtunnel.sim.kernel import Kernel
 from windtunnel.sim.network import HEAD_BYTES, Network
@@ -18,6 +18,8 @@ FOR_EVER_NS = 1 << 62
 class Operable(Protocol):
     """What an engine must offer so that an operator's faults can reach it; `core.vllm.VllmEngine` does."""
 
+    config: Any
+
     def kill(self, now_ns: int) -> int: ...
 
     def freeze(self, until_ns: int) -> None: ...
@@ -26,7 +28,13 @@ class Operable(Protocol):
 
     def resume(self, now_ns: int) -> None: ...
 
+    def sleep(self, level: int, now_ns: int) -> int: ...
+
+    def wake(self, now_ns: int) -> None: ...
+
     def reset_prefix_cache(self, now_ns: int, *, reset_running: bool = False) -> bool: ...
+
+    def reconfigure(self, config: Any, *, now_ns: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +101,30 @@ def _stall(place: Place) -> None:
     place.replica.wake()
 
 
-def _pause(place: Place) -> None:
-    place.engine.pause("keep", place.kernel.now_ns)
+def _pause(mode: str, place: Place) -> None:
+    place.engine.pause(mode, place.kernel.now_ns)
     place.replica.wake()
 
 
 def _resume(place: Place) -> None:
     place.engine.resume(place.kernel.now_ns)
+    place.replica.wake()
+
+
+def _sleep(place: Place) -> None:
+    place.engine.sleep(1, place.kernel.now_ns)
+    place.replica.wake()
+
+
+def _wake(place: Place) -> None:
+    place.engine.wake(place.kernel.now_ns)
+    place.replica.wake()
+
+
+def _resize(numerator: int, denominator: int, place: Place) -> None:
+    config = place.engine.config
+    sizes = {name: max(1, getattr(config, name) * numerator // denominator) for name in ("max_num_seqs", "max_num_batched_tokens")}
+    place.engine.reconfigure(replace(config, **sizes), now_ns=place.kernel.now_ns)
     place.replica.wake()
 
 
@@ -113,6 +138,10 @@ TABLE: Mapping[str, tuple[Callable[[Place], None], Callable[[Place], None] | Non
     "kill": (_kill, _restart),
     "silent": (_silence, _heal),
     "stall": (_stall, None),
-    "pause": (_pause, _resume),
+    "pause": (partial(_pause, "keep"), _resume),
+    "pause_wait": (partial(_pause, "wait"), _resume),
+    "pause_abort": (partial(_pause, "abort"), _resume),
+    "sleep": (_sleep, _wake),
+    "shrink": (partial(_resize, 1, 2), partial(_resize, 2, 1)),
     "reset_cache": (_reset_cache, None),
 }

@@ -110,7 +110,7 @@ class Replica:
         self.peak_waiting = 0
         self.on_kv_events: Callable[[int, Sequence[KvEvent]], None] | None = None
         self.on_transitions: Callable[[int, Sequence[Transition]], None] | None = None
-        self.after_step: Callable[[Replica], None] | None = None
+        self.after_step: Callable[["Replica", StepOutput], None] | None = None
         self._kernel = kernel
         self._make_engine = make_engine
         self._receiver = receiver
@@ -188,9 +188,12 @@ class Replica:
 
     def _run(self) -> None:
         self._alarm = None
-        for step in self.engine.advance(self._kernel.now_ns):
+        steps = self.engine.advance(self._kernel.now_ns)
+        for step in steps:
             self._handle(step)
         self.wake()
+        if self.after_step is not None and steps:
+            self.after_step(self, steps[-1])
 
     def _handle(self, step: StepOutput) -> None:
         if step.transitions:
@@ -210,8 +213,6 @@ class Replica:
             self._speak(step.outputs, runs, step.at_ns)
         else:
             self._held.append(partial(self._speak_late, step.outputs, runs))
-        if self.after_step is not None:
-            self.after_step(self)
 
     def _fold(self, metrics: VllmMetrics, step: StepOutput, runs: Sequence[TokenRun]) -> None:
         """The runs first: a final output ends the timings that they need."""

@@ -77,7 +77,7 @@ class WorkloadSpec(Part):
     kind: Literal["poisson", "constant", "onoff", "gamma", "closed", "multiturn", "trace"] = "poisson"
     rate: float = Field(10.0, gt=0)
     """Requests (conversations for `multiturn`) per second; for `onoff` the rate while on."""
-    on: DurationNs = 10 * S
+    on: Annotated[DurationNs, Field(gt=0)] = 10 * S
     off: DurationNs = 10 * S
     shape: float = Field(0.5, gt=0)
     """`gamma`: below 1 is burstier than Poisson."""
@@ -138,15 +138,21 @@ class SloSpec(Part):
     e2e: DurationNs = 0
 
 
-FAULT_KINDS = ("crash", "kill", "silent", "stall", "pause", "reset_cache")
+FaultKind = Literal[
+    "crash", "kill", "silent", "stall", "pause", "pause_wait", "pause_abort", "sleep", "reset_cache", "shrink"
+]  # fmt: skip
 
 
 class FaultSpec(Part):
-    """What happens to one engine. It ends after `duration` (`crash`, `kill`: with a restart), or never if that is 0."""
+    """What happens to one engine. It ends after `duration` (`crash`, `kill`: with a restart), or never if that is 0.
+
+    `crash`: the process is gone. `kill`: the engine core dies, the server answers errors. `silent`: nothing gets through.
+    `stall`: no step begins or ends. `pause…`, `sleep`, `reset_cache`: an operator. `shrink`: half the places and budget.
+    """
 
     at: DurationNs
     engine: int = Field(ge=0)
-    kind: Literal["crash", "kill", "silent", "stall", "pause", "reset_cache"]
+    kind: FaultKind
     duration: DurationNs = 0
 
 

@@ -27,6 +27,8 @@ from windtunnel.sim.tokens import random_tokens
 from windtunnel.sim.workload import Question, Writer
 
 MOONCAKE_BLOCK = 512
+_SHARED_PREFIX = -1
+_PREFIX_LIMIT = 1 << 16
 MAX_LINE = 16 * 1024 * 1024
 
 
@@ -40,6 +42,8 @@ class TraceRow:
     block_ids: tuple[int, ...] = ()
     session: str | None = None
     delay_ns: int = 0
+    shared_prefix_tokens: int = 0
+    """So many tokens at the beginning are the same in all rows that have a shared prefix."""
 
 
 class _Line:
@@ -198,10 +202,8 @@ def read_golden(path: Path) -> Iterator[TraceRow]:
         at_ns = base_ns + round(line.number("start_s") * S)
         last_ns = max(last_ns, at_ns)
         shared = line.integer("shared_prefix_tokens") if line.find("shared_prefix_tokens") else 0
-        blocks = (-1,) if shared else ()
-        yield TraceRow(
-            at_ns, line.integer("prompt_tokens", least=1), line.integer("output_tokens", least=1), blocks, None, shared
-        )
+        prompt, output = line.integer("prompt_tokens", least=1), line.integer("output_tokens", least=1)
+        yield TraceRow(at_ns, prompt, output, shared_prefix_tokens=min(shared, prompt))
 
 
 READERS: Mapping[str, Callable[[Path], Iterator[TraceRow]]] = {
@@ -293,10 +295,9 @@ class Replay:
 
     def _prompt(self, row: TraceRow) -> tuple[int, ...]:
         """Equal block ids: equal tokens. What no block covers is new."""
-        if row.block_ids == (-1,):
-            return self._block(-1, row.delay_ns)[: row.prompt_tokens] + random_tokens(
-                self._contents, max(0, row.prompt_tokens - row.delay_ns)
-            )
+        if row.shared_prefix_tokens:
+            prefix = self._block(_SHARED_PREFIX, _PREFIX_LIMIT)[: row.shared_prefix_tokens]
+            return prefix + random_tokens(self._contents, row.prompt_tokens - len(prefix))
         known = [token for block in row.block_ids for token in self._block(block, MOONCAKE_BLOCK)][: row.prompt_tokens]
         return (*known, *random_tokens(self._contents, row.prompt_tokens - len(known)))
 
