@@ -66,12 +66,12 @@ def _additions_us() -> float:
 
 def run() -> dict[str, Any]:
     """For `make bench`: without and with the metrics of the live server."""
-    return {name: measure(5000, 300.0, "least-load", metrics=name == "with_metrics") for name in ("plain", "with_metrics")}
+    return {name: measure(20_000, 300.0, "least-load", metrics=name == "with_metrics") for name in ("plain", "with_metrics")}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=5000)
+    parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--rate", type=float, default=300.0)
     parser.add_argument("--policy", default="least-load")
     parser.add_argument("--metrics", action="store_true")

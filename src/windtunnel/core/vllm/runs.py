@@ -183,20 +183,29 @@ class RunScheduler(VllmScheduler):
     def at_boundary(self) -> list[RunSequence]:
         """The sleepers whose computed tokens fill their blocks, in the order of the running list."""
         steps, awake = self.clock.steps, self._awake
-        due = [
-            sequence
-            for sequence in self._boundaries.get(steps, ())
-            if sequence.run_order >= 0 and sequence.boundary == steps and sequence.run_order not in awake
-        ]
-        if len(due) > 1:
-            due.sort(key=_run_order)
-        return due
+        entries = self._boundaries.get(steps)
+        if not entries:
+            return []
+        # A sequence that was roused and sleeps again may be entered twice.
+        due = {entry.run_order: entry for entry in entries if entry.boundary == steps and entry.run_order not in awake}
+        due.pop(-1, None)
+        return [due[order] for order in sorted(due)]
 
     def rouse_early(self, sequence: RunSequence) -> None:
         """Give up its planned rest."""
         if sequence.quiet:
             sequence.settle()
             self._rouse(sequence)
+
+    def publish_next(self, sequence: RunSequence) -> None:
+        """At a boundary exactly one more block is full."""
+        if not self.config.enable_prefix_caching:
+            return
+        first = sequence.published
+        full = sequence.published = first + 1
+        self.pool.enter(sequence.blocks, sequence.block_hashes(self.hasher, full), first, full)
+        if self.pool.collects_events:
+            self.report(sequence, first, full)
 
     # Runs
 
@@ -234,7 +243,8 @@ class RunScheduler(VllmScheduler):
 
     def _schedule_running(self, step: Step, now_ns: int) -> None:
         self._wake_due()
-        orders = sorted(self._awake)
+        due, orders = self.at_boundary(), sorted(self._awake)
+        self._boundaries.pop(self.clock.steps, None)
         if not self._ample(step, orders):
             for sequence in cast(list[RunSequence], list(self.running.values())):
                 self.rouse_early(sequence)
@@ -242,11 +252,20 @@ class RunScheduler(VllmScheduler):
             return
         cast(RunStep, step).dozing = self.clock.dozing
         step.budget -= self.clock.dozing
-        crossing = {sequence.run_order: sequence for sequence in self.at_boundary()}
-        self._boundaries.pop(self.clock.steps, None)
-        for order in sorted((*orders, *crossing)) if orders else crossing:
+        if not orders and len(due) <= self.pool.free_blocks:
+            self._cross(due)
+            return
+        crossing = {sequence.run_order: sequence for sequence in due}
+        for order in sorted((*orders, *crossing)):
             if not self._visit(order, crossing, cast(RunStep, step), now_ns):
                 return
+
+    def _cross(self, crossing: list[RunSequence]) -> None:
+        """Each takes its next block; there are enough."""
+        size, allocate = self.config.block_size, self.pool.allocate
+        for sequence in crossing:
+            sequence.blocks += allocate(1)
+            self._set_boundary(sequence, sequence.boundary + size)
 
     def _visit(self, order: int, crossing: dict[int, RunSequence], step: RunStep, now_ns: int) -> bool:
         """Plan for one sequence. False ends the traversal."""
@@ -257,9 +276,7 @@ class RunScheduler(VllmScheduler):
             if not self._make_room(sequence, 1, step, now_ns):
                 self._end_traversal(order, step, now_ns)
                 return False
-            sequence.boundary += self.config.block_size
-            if sequence.boundary <= sequence.wake_step:
-                self._boundaries.setdefault(sequence.boundary, []).append(sequence)
+            self._set_boundary(sequence, sequence.boundary + self.config.block_size)
             return True
         awake = self._awake.get(order)
         if awake is None:
@@ -271,6 +288,11 @@ class RunScheduler(VllmScheduler):
             self._end_traversal(order, step, now_ns)
             return False
         return True
+
+    def _set_boundary(self, sequence: RunSequence, steps: int) -> None:
+        sequence.boundary = steps
+        if steps <= sequence.wake_step:
+            self._boundaries.setdefault(steps, []).append(sequence)
 
     def _end_traversal(self, order: int, step: RunStep, now_ns: int) -> None:
         """A sequence has preempted itself: whoever stands behind it sits this step out."""
@@ -329,7 +351,7 @@ class RunCompletion(Completion):
         decoding = cast(list[RunSequence], self._step.decoding)
         if not decoding:
             for sequence in crossing:
-                scheduler.publish(sequence)
+                scheduler.publish_next(sequence)
             return
         for sequence in sorted((*decoding, *crossing), key=_run_order) if crossing else decoding:
             if sequence.run_order < 0:
@@ -340,7 +362,7 @@ class RunCompletion(Completion):
                 scheduler.publish(sequence)
                 self._emit(sequence)
             else:
-                scheduler.publish(sequence)
+                scheduler.publish_next(sequence)
 
     def _emit(self, sequence: VllmSequence) -> None:
         scheduler, run_sequence = cast(RunScheduler, self._scheduler), cast(RunSequence, sequence)
