@@ -41,16 +41,20 @@ class Clients:
         self._router = router
         self._on_ended = on_ended
         self._chance = kernel.stream("clients")
+        self.leaves: Callable[[Question], bool] = self.leaves_by_chance
+        """Whether the client of this question leaves early, in the scenario's way."""
 
     def ask(self, question: Question) -> None:
-        leaves = self._spec.abort.share > 0 and self._chance.random() < self._spec.abort.share
-        call = Call(question, self._kernel.now_ns, abort=leaves)
+        call = Call(question, self._kernel.now_ns, self.leaves(question))
         assert question.number not in self.live, f"question {question.number} asked twice"
         self.live[question.number] = call
         self.sent += 1
         self._send(call)
         if self._spec.hedge_after:
             self._kernel.after(self._spec.hedge_after, partial(self._hedge, call))
+
+    def leaves_by_chance(self, _question: Question) -> bool:
+        return self._spec.abort.share > 0 and self._chance.random() < self._spec.abort.share
 
     # One attempt
 

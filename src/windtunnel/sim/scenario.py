@@ -28,7 +28,7 @@ def _duration_ns(value: Any) -> int:
 
 DurationNs = Annotated[int, BeforeValidator(_duration_ns), Field(ge=0)]
 TokenLengths = Annotated[Lengths, BeforeValidator(parse_lengths)]
-POLICIES = ("round-robin", "random", "least-load", "power-of-two", "prefix-aware", "session-affinity", "pd-pairs")
+POLICIES = ("round-robin", "random", "least-load", "power-of-two", "prefix-aware", "session-affinity")
 
 
 class Part(BaseModel):
