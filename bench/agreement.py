@@ -1,10 +1,13 @@
 """One scenario twice: on a live server (a process, over HTTP) and in `sim`. Compares medians and counts.
 
-    python -m bench.agreement [--requests N] [--rate R]
+    python -m bench.agreement [steady] [burst]
 
-The live side starts `python -m windtunnel serve` with the same pacing, sends the same prompts at the same times, and aborts the
-same requests after the same number of tokens. Prints one JSON line: both sides' counts, medians of TTFT, inter-token latency and
-E2E, and their ratios.
+`steady`: Poisson arrivals below capacity, every tenth client leaves early. `burst`: a thousand a second for a moment, into a
+server that takes 28 at a time.
+
+The live side starts `python -m windtunnel serve` with the same pacing, sends the same prompts at the same times, and aborts
+the same requests after the same number of tokens. Prints one JSON line: both sides' counts, medians of TTFT, inter-token
+latency and E2E, and their ratios.
 """
 
 import argparse
@@ -17,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -30,18 +34,26 @@ PATIENCE_S = 30.0
 ABORT_EVERY, ABORT_TOKENS = 10, 8
 
 
-def scenario(requests: int, rate: float) -> Scenario:
+WORKLOADS: dict[str, dict[str, Any]] = {
+    "steady": {"kind": "poisson", "rate": 12.0, "requests": 250},
+    "burst": {"kind": "constant", "rate": 1000.0, "requests": 60},
+}
+
+
+def scenario(name: str) -> Scenario:
     """A step of some 30 ms, so that the live server's own work is small beside it."""
+    config = {
+        "max_model_len": 32768,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 8192,
+        "num_blocks": 16384,
+        "max_num_queued_reqs": 28,
+    }
     return parse_scenario(
         {
-            "engines": [
-                {
-                    "config": {"max_model_len": 32768, "max_num_seqs": 16, "max_num_batched_tokens": 8192, "num_blocks": 16384, "max_num_queued_reqs": 28},
-                    "pacing": {"base": "25ms", "prefill_token": "20us", "decode_seq": "300us"},
-                }
-            ],
+            "engines": [{"config": config, "pacing": {"base": "25ms", "prefill_token": "20us", "decode_seq": "300us"}}],
             "network": {"client_router": "0", "router_engine": "0", "bandwidth_mbit": 1e9},
-            "workload": {"rate": rate, "requests": requests, "prompt_tokens": "uniform:50:400", "output_tokens": "uniform:10:60"},
+            "workload": {"prompt_tokens": "uniform:50:400", "output_tokens": "uniform:10:60", **WORKLOADS[name]},
             "clients": {"abort": {"when": "tokens", "tokens": ABORT_TOKENS}},
             "duration": "1h",
             "metrics": False,
@@ -64,7 +76,7 @@ class Side:
         if outcome == "finished":
             self.ttft_ms.append((times[0] - started) * 1000)
             self.e2e_ms.append((ended - started) * 1000)
-            self.itl_ms += [(after - before) * 1000 for before, after in zip(times, times[1:], strict=False)]
+            self.itl_ms += [(after - before) * 1000 for before, after in pairwise(times)]
 
     def medians(self) -> dict[str, float]:
         return {name: round(median(getattr(self, name)), 3) for name in ("ttft_ms", "itl_ms", "e2e_ms")}
@@ -121,7 +133,7 @@ async def server(wanted: Scenario) -> AsyncIterator[int]:
     )  # fmt: skip
     try:
         async with asyncio.timeout(PATIENCE_S):
-            while not await _healthy(port):
+            while not await _healthy(port):  # noqa: ASYNC110 (another process: there is nothing to wait for)
                 await asyncio.sleep(0.05)
         yield port
     finally:
@@ -183,26 +195,25 @@ async def _read(reader: asyncio.StreamReader, limit: int | None) -> tuple[str, l
     return "failed", times
 
 
-def compare(requests: int, rate: float) -> dict[str, Any]:
-    wanted = scenario(requests, rate)
+def compare(name: str) -> dict[str, Any]:
+    wanted = scenario(name)
     live, sim = asyncio.run(lived(wanted)), simulated(wanted)
     medians = {"live": live.medians(), "sim": sim.medians()}
-    ratios = {name: round(medians["live"][name] / value, 4) for name, value in medians["sim"].items()}
+    ratios = {measure: round(medians["live"][measure] / value, 4) for measure, value in medians["sim"].items()}
     counts = {"live": dict(sorted(live.outcomes.items())), "sim": dict(sorted(sim.outcomes.items()))}
-    return {"requests": requests, "rate_per_s": rate, "counts": counts, "medians": medians, "live_over_sim": ratios}
+    return {"counts": counts, "medians": medians, "live_over_sim": ratios}
 
 
 def run() -> dict[str, Any]:
     """For `make bench`."""
-    return compare(200, 12.0)
+    return {name: compare(name) for name in WORKLOADS}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=200)
-    parser.add_argument("--rate", type=float, default=12.0)
-    chosen = parser.parse_args()
-    print(json.dumps(compare(chosen.requests, chosen.rate)))
+    parser.add_argument("names", nargs="*", choices=[[], *WORKLOADS], default=[])
+    for name in parser.parse_args().names or WORKLOADS:
+        print(json.dumps({"scenario": name, **compare(name)}))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """`windtunnel sim` from the command line: files, JSON, sweeps, errors."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,7 @@ def _check_timeline(timeline: dict[str, list[dict[str, object]]], rows: list[dic
     assert len(spans) == len(rows)
     for lane in spans.values():
         assert len(lane) >= 3
-        for (start, length), (following, _) in zip(lane, lane[1:], strict=False):
+        for (start, length), (following, _) in pairwise(lane):
             assert start + length == pytest.approx(following)
 
 

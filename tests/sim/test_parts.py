@@ -55,7 +55,9 @@ def test_streams_are_independent() -> None:
     assert kernel.stream("b").random() == other.stream("b").random()
 
 
-@pytest.mark.parametrize("text", ["0", "-3", "uniform:5", "uniform:9:3", "poisson:3:4", "normal:0:1", "x", 1.5, True, "choice:"])
+@pytest.mark.parametrize(
+    "text", ["0", "-3", "uniform:5", "uniform:9:3", "poisson:3:4", "normal:0:1", "x", 1.5, True, "choice:"]
+)
 def test_lengths_refuse(text: object) -> None:
     with pytest.raises(ValueError, match="is not a number of tokens"):
         parse_lengths(text)

@@ -68,7 +68,10 @@ def test_formats(tmp_path: Path, text: str, name: str, rows: list[TraceRow]) -> 
         ('{"timestamp": 0, "input_length": "many", "output_length": 5, "hash_ids": []}\n', "line 1: input_length is 'many'"),
         (MOONCAKE + '{"timestamp": -1, "input_length": 9, "output_length": 5}\n', "line 3: timestamp is -1"),
         (MOONCAKE + '{"timestamp": 1, "input_length": 9, "output_length": 5, "hash_ids": 3}\n', "line 3: hash_ids is '3'"),
-        (MOONCAKE + '{"timestamp": 1, "input_length": 9, "output_length": 5, "hash_ids": [1, 2]}\n', "line 3: hash_ids has 2 blocks"),
+        (
+            MOONCAKE + '{"timestamp": 1, "input_length": 9, "output_length": 5, "hash_ids": [1, 2]}\n',
+            "line 3: hash_ids has 2 blocks",
+        ),
         (MOONCAKE + "{oh\n", "line 3: not JSON"),
         (MOONCAKE + "[]\n", "line 3: must be a JSON object"),
         (MOONCAKE + '{"input_length": 9, "output_length": 5}\n', "line 3: timestamp is missing"),

@@ -123,7 +123,9 @@ def _wake(place: Place) -> None:
 
 def _resize(numerator: int, denominator: int, place: Place) -> None:
     config = place.engine.config
-    sizes = {name: max(1, getattr(config, name) * numerator // denominator) for name in ("max_num_seqs", "max_num_batched_tokens")}
+    sizes = {
+        name: max(1, getattr(config, name) * numerator // denominator) for name in ("max_num_seqs", "max_num_batched_tokens")
+    }
     place.engine.reconfigure(replace(config, **sizes), now_ns=place.kernel.now_ns)
     place.replica.wake()
 

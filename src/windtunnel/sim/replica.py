@@ -110,7 +110,7 @@ class Replica:
         self.peak_waiting = 0
         self.on_kv_events: Callable[[int, Sequence[KvEvent]], None] | None = None
         self.on_transitions: Callable[[int, Sequence[Transition]], None] | None = None
-        self.after_step: Callable[["Replica", StepOutput], None] | None = None
+        self.after_step: Callable[[Replica, StepOutput], None] | None = None
         self._kernel = kernel
         self._make_engine = make_engine
         self._receiver = receiver

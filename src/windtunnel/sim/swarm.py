@@ -190,7 +190,12 @@ def run_seed(seed: int) -> dict[str, Any]:
         assert not left, f"engine {replica.index} still holds {[view.request_id for view in left][:10]}"
     in_flight = [state.in_flight for state in cluster.router.states]
     assert not any(in_flight), f"the router still counts {in_flight} in flight"
-    return {"seed": seed, "checks": sum(watch.checks for watch in watches), "requests": result.summary["requests"], "attempts": result.summary["attempts"]}
+    return {
+        "seed": seed,
+        "checks": sum(watch.checks for watch in watches),
+        "requests": result.summary["requests"],
+        "attempts": result.summary["attempts"],
+    }
 
 
 def swarm(seconds: float, first_seed: int) -> tuple[int, int, int | None]:

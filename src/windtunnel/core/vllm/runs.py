@@ -210,7 +210,7 @@ class RunScheduler(VllmScheduler):
     # Runs
 
     def flush(self, sequence: RunSequence, *, tokens_behind: int = 0, steps_behind: int = 0) -> None:
-        """Report the tokens not yet reported, except the last `tokens_behind`; they end `steps_behind` steps before the latest."""
+        """Report the tokens not yet reported, except the last `tokens_behind`; they end `steps_behind` steps ago."""
         made = sequence.output_tokens
         count = made - sequence.sent - tokens_behind
         if count > 0:
