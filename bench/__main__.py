@@ -11,7 +11,15 @@ BENCHMARKS = ("throughput", "lateness", "idle_streams", "startup", "departures",
 
 def main() -> None:
     names = sys.argv[1:] or BENCHMARKS
-    print(json.dumps({"machine": platform.processor() or platform.machine(), "python": platform.python_version(), "date": time.strftime("%Y-%m-%d")}))
+    print(
+        json.dumps(
+            {
+                "machine": platform.processor() or platform.machine(),
+                "python": platform.python_version(),
+                "date": time.strftime("%Y-%m-%d"),
+            }
+        )
+    )
     for name in names:
         print(json.dumps({"benchmark": name, **importlib.import_module(f"bench.{name}").run()}), flush=True)
 

@@ -10,7 +10,18 @@ STREAMS = 500
 
 
 def run() -> dict[str, float]:
-    flags = ("--pacing", "step", "--step-base", "10ms", "--step-prefill-token", "0", "--step-decode-seq", "0", "--max-num-seqs", "1000")
+    flags = (
+        "--pacing",
+        "step",
+        "--step-base",
+        "10ms",
+        "--step-prefill-token",
+        "0",
+        "--step-decode-seq",
+        "0",
+        "--max-num-seqs",
+        "1000",
+    )
     with server(*flags, "--num-gpu-blocks-override", "65536", "--max-num-batched-tokens", "100000") as (port, _):
         sockets = connect(port, STREAMS)
         send_all(sockets, 100_000 // STREAMS * 100)

@@ -69,7 +69,10 @@ def stream_request(tokens: int, number: int) -> bytes:
     body = json.dumps(
         {"model": "bench-model", "prompt": f"bench [wt:{number:x}]", "max_tokens": tokens, "ignore_eos": True, "stream": True}
     ).encode()
-    return b"POST /v1/completions HTTP/1.1\r\nHost: b\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+    return b"POST /v1/completions HTTP/1.1\r\nHost: b\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (
+        len(body),
+        body,
+    )
 
 
 def connect(port: int, count: int) -> list[socket.socket]:

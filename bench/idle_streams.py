@@ -11,7 +11,16 @@ def run() -> dict[str, float]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     streams = min(STREAMS, hard - 200)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, streams + 200), hard))
-    flags = ("--itl", "1h", "--max-num-seqs", "20000", "--num-gpu-blocks-override", "65536", "--max-num-batched-tokens", "1000000")
+    flags = (
+        "--itl",
+        "1h",
+        "--max-num-seqs",
+        "20000",
+        "--num-gpu-blocks-override",
+        "65536",
+        "--max-num-batched-tokens",
+        "1000000",
+    )
     with server(*flags) as (port, pid):
         get_json(port, "/debug/requests")
         before = rss_bytes(pid)

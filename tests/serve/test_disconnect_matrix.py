@@ -13,7 +13,10 @@ PHASES = {
 BODIES = {
     "/v1/completions": {"model": "wt-model", "prompt": "storm [wt:7]", "max_tokens": 50, "ignore_eos": True},
     "/v1/chat/completions": {
-        "model": "wt-model", "messages": [{"role": "user", "content": "storm [wt:7]"}], "max_tokens": 50, "ignore_eos": True,
+        "model": "wt-model",
+        "messages": [{"role": "user", "content": "storm [wt:7]"}],
+        "max_tokens": 50,
+        "ignore_eos": True,
     },
 }
 

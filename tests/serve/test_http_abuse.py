@@ -156,7 +156,12 @@ async def test_an_oversized_body_is_413_in_json(chunked: bool) -> None:
     async with live(limits__body_bytes=1000) as server:
         body = b"x" * 3000
         if chunked:
-            data = HEAD + b"Transfer-Encoding: chunked\r\nConnection: close\r\n\r\n" + b"3e8\r\n%b\r\n" % body[:1000] * 3 + b"0\r\n\r\n"
+            data = (
+                HEAD
+                + b"Transfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
+                + b"3e8\r\n%b\r\n" % body[:1000] * 3
+                + b"0\r\n\r\n"
+            )
         else:
             data = HEAD + b"Connection: close\r\nContent-Length: 3000\r\n\r\n" + body
         client = await RawClient.connect(server.port)

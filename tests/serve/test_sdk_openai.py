@@ -41,8 +41,14 @@ async def assert_clean(server: LiveServer) -> None:
 
 async def test_a_whole_response() -> None:
     async with live() as server, client_of(server) as client:
-        answer = await client.responses.create(model=MODEL, input="hello [wt:5]", max_output_tokens=12, instructions="Be brief.")
-        assert answer.status == "incomplete" and answer.incomplete_details and answer.incomplete_details.reason == "max_output_tokens"
+        answer = await client.responses.create(
+            model=MODEL, input="hello [wt:5]", max_output_tokens=12, instructions="Be brief."
+        )
+        assert (
+            answer.status == "incomplete"
+            and answer.incomplete_details
+            and answer.incomplete_details.reason == "max_output_tokens"
+        )
         assert answer.output_text and answer.instructions == "Be brief."
         assert answer.usage and answer.usage.output_tokens == 12
         await assert_clean(server)

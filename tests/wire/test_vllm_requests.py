@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from tests.wire.vllm_env import JSON, TOKENIZER, env, plan
+from tests.wire.vllm_env import JSON, env, plan
 
 from windtunnel.core.request import Lora
 from windtunnel.wire.family import Usage, WireError

@@ -14,7 +14,6 @@ from windtunnel.core.outputs import Refusal, StepOutput, TokenOutput
 from windtunnel.core.request import EngineRequest
 from windtunnel.serve.clock import make_alarm, now_ns
 
-
 log = logging.getLogger("windtunnel.serve")
 
 _TOKENS_PER_TURN = 1024
@@ -45,7 +44,9 @@ class StepObserver(Protocol):
 class EngineDriver:
     """Owns the engine. All methods run on the event loop's thread."""
 
-    def __init__(self, engine: Engine, rank: int, loop: asyncio.AbstractEventLoop, cork: Cork, observers: Sequence[StepObserver]) -> None:
+    def __init__(
+        self, engine: Engine, rank: int, loop: asyncio.AbstractEventLoop, cork: Cork, observers: Sequence[StepObserver]
+    ) -> None:
         self.engine = engine
         self.rank = rank
         self.steps = 0
@@ -137,7 +138,7 @@ class EngineDriver:
                 del listeners[output[0]]
             try:
                 listener.on_output(output)
-            except Exception:  # noqa: BLE001  a defect in one answer must not stop the engine for all others
+            except Exception:
                 log.exception("an answer broke while it was written")
                 self.abort([output[0]])
                 listener.broken()

@@ -196,7 +196,6 @@ class ClientLine:
         return self._cycle.response_complete
 
 
-
 class LazyFlow(FlowControl):
     """uvicorn's flow control without an event (0.7 KB) until a write is paused."""
 
@@ -332,7 +331,9 @@ class Connection(HttpToolsProtocol):
     def _refuse(self, status: bytes, text: bytes) -> None:
         self._refused = True
         if not self.transport.is_closing():
-            head = b"HTTP/1.1 %b\r\ncontent-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b"
+            head = (
+                b"HTTP/1.1 %b\r\ncontent-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b"
+            )
             self.transport.write(head % (status, len(text), text))
             self.transport.close()
 

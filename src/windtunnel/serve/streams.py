@@ -11,7 +11,6 @@ from windtunnel.core.outputs import TokenOutput
 from windtunnel.wire.family import ChoiceResult, Delta, OpeningEncoder, StreamEncoder, Usage, WireError
 from windtunnel.wire.output import ChoiceState, merge
 
-
 LANE_TEXT_MAX = 40
 """Longest JSON text, in bytes, that takes the lane."""
 
@@ -27,7 +26,6 @@ class Sink(Protocol):
     def write(self, frames: bytes) -> None:
         """Whole SSE frames."""
         ...
-
 
     def on_writable(self, callback: Callable[[], None]) -> None: ...
 

@@ -20,7 +20,15 @@ name = "messages"
 paths: Sequence[str] = ("/v1/messages",)
 
 BlockType = Literal[
-    "text", "image", "tool_use", "tool_result", "tool_reference", "thinking", "redacted_thinking", "tool_addition", "tool_removal"
+    "text",
+    "image",
+    "tool_use",
+    "tool_result",
+    "tool_reference",
+    "thinking",
+    "redacted_thinking",
+    "tool_addition",
+    "tool_removal",
 ]
 
 
@@ -456,7 +464,13 @@ def body(generation: Generation, choices: Sequence[ChoiceResult], usage: Usage) 
     spec: MessageSpec = generation.spec
     (result,) = choices
     content, called = _content(spec, result.text)
-    told: dict[str, Any] = {"id": spec.response_id, "type": "message", "role": "assistant", "content": content, "model": spec.model}
+    told: dict[str, Any] = {
+        "id": spec.response_id,
+        "type": "message",
+        "role": "assistant",
+        "content": content,
+        "model": spec.model,
+    }
     reason, sequence = _stop(result.finish_reason, result.stop_reason, called)
     if reason is not None:
         told["stop_reason"] = reason

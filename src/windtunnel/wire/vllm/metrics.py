@@ -241,7 +241,6 @@ class RequestTimings:
             "request_time_per_output_token_seconds": (last - first) / (self.generated - 1) if self.generated > 1 else 0,
         }
 
-
     def request_metrics_ms(self) -> dict[str, float | None]:
         """The `metrics` member of an answer (`--enable-per-request-metrics`): TTFT counts from scheduling (reference §2.4)."""
         scheduled = self.scheduled_ns if self.scheduled_ns is not None else self.queued_ns
