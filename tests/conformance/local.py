@@ -96,15 +96,15 @@ def _generated(family: ModuleType, generation: Generation, body: bytes, player: 
     played = player.play(body, generation.prompts, generation.sampling.n) or Playback((None,) * len(states))
     streams = [tokens or () for tokens in played.choices]
     cached = played.cached_tokens or 0
-    encoder = family.encoder(generation)
-    opening = [encoder.opening()] if isinstance(encoder, OpeningEncoder) else []
-    out = opening + [encoder.delta(delta, usage) for delta in _deltas(states, streams, generation)] if generation.stream else []
-    if not generation.stream:
-        for _delta in _deltas(states, streams, generation):
-            pass
-    usage = _usage(usage.prompt_tokens, states, cached, generation)
+    deltas = _deltas(states, streams, generation)
     if generation.stream:
-        return _stream(b"".join([*out, encoder.close(usage)]))
+        encoder = family.encoder(generation)
+        opening = encoder.opening() if isinstance(encoder, OpeningEncoder) else b""
+        out = [opening, *(encoder.delta(delta, usage) for delta in deltas)]
+        return _stream(b"".join(out) + encoder.close(_usage(usage.prompt_tokens, states, cached, generation)))
+    for _delta in deltas:
+        pass
+    usage = _usage(usage.prompt_tokens, states, cached, generation)
     return _json(200, family.body(generation, [state.result() for state in states], usage))
 
 

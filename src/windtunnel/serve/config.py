@@ -104,6 +104,8 @@ class ServeConfig:
     disable_fastapi_docs: bool = False
     runner: Runner = "generate"
     convert: Convert | None = None
+    embedding_size: int = 384
+    num_labels: int = 2
     enable_prompt_tokens_details: bool = False
     enable_per_request_metrics: bool = False
     enable_scale_out: bool = False

@@ -70,6 +70,10 @@ class ServerEnv:
     enable_per_request_metrics: bool = False
     enable_prompt_embeds: bool = False
     enable_scale_out: bool = False
+    embedding_size: int = 384
+    """Dimensions of a pooling model's vectors."""
+    num_labels: int = 2
+    """Classes of a classifying model."""
     return_tokens_as_token_ids: bool = False
     trust_request_chat_template: bool = False
     trust_request_mm_kwargs: bool = False
