@@ -25,7 +25,11 @@ def as_chat(case: Case) -> Case:
         value = _message_stream(case) if case.expected.is_stream else _message(json.loads(case.expected.body))
     else:
         return case
-    body = b"".join(b"data: " + json.dumps(frame).encode() + b"\n\n" for frame in value) if isinstance(value, list) else json.dumps(value).encode()
+    body = (
+        b"".join(b"data: " + json.dumps(frame).encode() + b"\n\n" for frame in value)
+        if isinstance(value, list)
+        else json.dumps(value).encode()
+    )
     return replace(case, expected=Answer(200, case.expected.headers, body))
 
 

@@ -62,7 +62,10 @@ async def test_embeddings_are_unit_vectors_of_their_tokens() -> None:
         assert [len(vector) for vector in vectors] == [384] * 3
         assert all(math.isclose(sum(value**2 for value in vector), 1) for vector in vectors)
         assert vectors[0] == vectors[1] != vectors[2]
-        assert answer["usage"]["completion_tokens"] == 0 and answer["usage"]["total_tokens"] == answer["usage"]["prompt_tokens"] > 0
+        assert (
+            answer["usage"]["completion_tokens"] == 0
+            and answer["usage"]["total_tokens"] == answer["usage"]["prompt_tokens"] > 0
+        )
         packed = await post(client, "/v1/embeddings", input="the cat", encoding_format="base64")
         floats = struct.unpack("<384f", base64.b64decode(packed["data"][0]["embedding"]))
         assert all(math.isclose(one, other, abs_tol=1e-6) for one, other in zip(floats, vectors[0], strict=True))
@@ -74,7 +77,10 @@ async def test_embeddings_are_unit_vectors_of_their_tokens() -> None:
 
 async def test_the_openai_sdk_reads_embeddings() -> None:
     openai = pytest.importorskip("openai")
-    async with live(**POOLING) as server, openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as client:
+    async with (
+        live(**POOLING) as server,
+        openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as client,
+    ):
         answer = await client.embeddings.create(model="wt-model", input=["one", "two"])
         assert [entry.index for entry in answer.data] == [0, 1] and len(answer.data[0].embedding) == 384
 

@@ -100,7 +100,6 @@ class ServeConfig:
     profiler_config: str | None = None
     enable_server_load_tracking: bool = False
     enable_responses_store: bool = False
-    enable_scale_out: bool = False
     disable_fastapi_docs: bool = False
     runner: Runner = "generate"
     convert: Convert | None = None

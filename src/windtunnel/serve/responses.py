@@ -93,7 +93,7 @@ class Reader:
     def __init__(self, log: EventLog, start: int, send: Send) -> None:
         self._events = log.follow(start)
         self._send = send
-        self._task: "asyncio.Task[None] | None" = None
+        self._task: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
         self._task = asyncio.ensure_future(self._copy())

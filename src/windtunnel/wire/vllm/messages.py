@@ -20,7 +20,15 @@ name = "messages"
 paths: Sequence[str] = ("/v1/messages",)
 
 BlockType = Literal[
-    "text", "image", "tool_use", "tool_result", "tool_reference", "thinking", "redacted_thinking", "tool_addition", "tool_removal"
+    "text",
+    "image",
+    "tool_use",
+    "tool_result",
+    "tool_reference",
+    "thinking",
+    "redacted_thinking",
+    "tool_addition",
+    "tool_removal",
 ]
 
 
@@ -372,7 +380,13 @@ class MessageEncoder:
     def _start(self) -> bytes:
         self._started = True
         spec = self._spec
-        message = {"id": spec.response_id, "type": "message", "role": "assistant", "content": [], "model": spec.model}
+        message: dict[str, Any] = {
+            "id": spec.response_id,
+            "type": "message",
+            "role": "assistant",
+            "content": [],
+            "model": spec.model,
+        }
         message |= {"stop_reason": None, "stop_sequence": None}
         message["usage"] = {"input_tokens": spec.prompt_tokens, "output_tokens": 0}
         return _event("message_start", {"message": message})
@@ -456,7 +470,13 @@ def body(generation: Generation, choices: Sequence[ChoiceResult], usage: Usage) 
     spec: MessageSpec = generation.spec
     (result,) = choices
     content, called = _content(spec, result.text)
-    told: dict[str, Any] = {"id": spec.response_id, "type": "message", "role": "assistant", "content": content, "model": spec.model}
+    told: dict[str, Any] = {
+        "id": spec.response_id,
+        "type": "message",
+        "role": "assistant",
+        "content": content,
+        "model": spec.model,
+    }
     reason, sequence = _stop(result.finish_reason, result.stop_reason, called)
     if reason is not None:
         told["stop_reason"] = reason

@@ -77,13 +77,10 @@ def input_prompts(request: InputRequest, env: ServerEnv) -> tuple[PromptPlan, ..
     if not given:
         raise http.parameter_error("`input` must not be empty", "input")
     if isinstance(given[0], int):
-        return (ids_prompt(given, request, env),)  # type: ignore[arg-type]
+        return (ids_prompt(given, request, env),)
     if len(given) > prompts.MAX_PROMPTS:
         raise http.parameter_error(f"`input` may have at most {prompts.MAX_PROMPTS} entries", "input", len(given))
-    return tuple(
-        text_prompt(one, request, env) if isinstance(one, str) else ids_prompt(one, request, env)  # type: ignore[arg-type]
-        for one in given
-    )
+    return tuple(text_prompt(one, request, env) if isinstance(one, str) else ids_prompt(one, request, env) for one in given)
 
 
 def validation_missing(field_name: str, request: PoolingFields) -> WireError:

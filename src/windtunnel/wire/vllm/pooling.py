@@ -31,7 +31,10 @@ def plan(body: bytes, headers: Mapping[str, str], env: ServerEnv) -> Generation:
 
 def body(generation: Generation, choices: Sequence[ChoiceResult], usage: Usage) -> bytes:
     spec: pooled.PooledSpec = generation.spec
-    data = [{"index": at, "object": "pooling", "data": _data(prompt.token_ids, spec)} for at, prompt in enumerate(generation.prompts)]
+    data = [
+        {"index": at, "object": "pooling", "data": _data(prompt.token_ids, spec)}
+        for at, prompt in enumerate(generation.prompts)
+    ]
     return pooled.listed(spec, data, usage)
 
 

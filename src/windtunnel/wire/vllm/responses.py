@@ -12,7 +12,13 @@ from windtunnel.wire import http
 from windtunnel.wire.env import ServerEnv, Stored
 from windtunnel.wire.family import ChoiceResult, Delta, Generation, StreamEncoder, TokenLogprob, Usage, WireError
 from windtunnel.wire.vllm import chat, chunks, fields, messages_in, models, parsers
-from windtunnel.wire.vllm.responses_in import JsonObjectFormat, JsonSchemaFormat, ResponsesRequest, ToolChoiceFunction, conversation
+from windtunnel.wire.vllm.responses_in import (
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    ResponsesRequest,
+    ToolChoiceFunction,
+    conversation,
+)
 
 name = "responses"
 paths: Sequence[str] = ("/v1/responses",)
@@ -23,7 +29,7 @@ TOKEN_LIMIT = "max_output_tokens"
 
 @dataclass(frozen=True, slots=True)
 class ResponseSpec:
-    """What a response is written from. `before` and `after` are the members around what only the end knows."""
+    """What a response is written from."""
 
     env: ServerEnv
     chat: chat.ChatSpec
@@ -56,7 +62,9 @@ def plan_request(request: ResponsesRequest, headers: Mapping[str, str], env: Ser
     planned = chat.plan_request(chat_request(request, told, env), without_id, env)
     prompt_tokens = len(planned.prompts[0].token_ids)
     if prompt_tokens >= env.max_model_len:
-        raise WireError(f"The prompt has {prompt_tokens} tokens; the context has {env.max_model_len}", kind=INVALID_REQUEST, param="input")
+        raise WireError(
+            f"The prompt has {prompt_tokens} tokens; the context has {env.max_model_len}", kind=INVALID_REQUEST, param="input"
+        )
     spec = ResponseSpec(
         env=env,
         chat=planned.spec,
@@ -107,7 +115,9 @@ def check_cancellable(stored: Stored) -> None:
         raise WireError("Cannot cancel a synchronous response.", 400, INVALID_REQUEST, "response_id")
 
 
-def chat_request(request: ResponsesRequest, messages: Sequence[Mapping[str, Any]], env: ServerEnv) -> chat.ChatCompletionRequest:
+def chat_request(
+    request: ResponsesRequest, messages: Sequence[Mapping[str, Any]], env: ServerEnv
+) -> chat.ChatCompletionRequest:
     """The chat request that says the same. Its parts have been validated, so nothing is validated again."""
     same_name = (
         "model", "parallel_tool_calls", "stream", "temperature", "top_p", "top_k", "min_p", "skip_special_tokens", "logit_bias",
@@ -146,7 +156,10 @@ def _tool_values(request: ResponsesRequest, env: ServerEnv) -> dict[str, Any]:
     choice: Any = request.tool_choice if isinstance(request.tool_choice, str) else "auto"
     if isinstance(request.tool_choice, ToolChoiceFunction):
         choice = _named(request.tool_choice.name, functions)
-    return {"tools": [_chat_tool(tool) for tool in functions], "tool_choice": "none" if choice == "auto" and not parsed else choice}
+    return {
+        "tools": [_chat_tool(tool) for tool in functions],
+        "tool_choice": "none" if choice == "auto" and not parsed else choice,
+    }
 
 
 def _named(wanted: str, functions: Sequence[Mapping[str, Any]]) -> messages_in.ChatCompletionNamedToolChoiceParam:
@@ -201,11 +214,12 @@ def _text_value(request: ResponsesRequest) -> dict[str, Any] | None:
 
 _OWN_RELEASE = ("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier")
 _ORDER = (
-    "id", "created_at", "incomplete_details", "instructions", "metadata", "model", "object", "output", "parallel_tool_calls",
-    "temperature", "tool_choice", "tools", "top_p", "background", "max_output_tokens", "max_tool_calls", "previous_response_id",
-    "prompt", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "reasoning", "safety_identifier", "service_tier",
-    "status", "text", "top_logprobs", "truncation", "usage", "user", "metrics", "presence_penalty", "frequency_penalty",
-    "kv_transfer_params", "ec_transfer_params", "input_messages", "output_messages",
+    "id", "created_at", "incomplete_details", "instructions", "metadata", "model", "object", "output",
+    "parallel_tool_calls", "temperature", "tool_choice", "tools", "top_p", "background", "max_output_tokens",
+    "max_tool_calls", "previous_response_id", "prompt", "prompt_cache_key", "prompt_cache_options",
+    "prompt_cache_retention", "reasoning", "safety_identifier", "service_tier", "status", "text", "top_logprobs",
+    "truncation", "usage", "user", "metrics", "presence_penalty", "frequency_penalty", "kv_transfer_params",
+    "ec_transfer_params", "input_messages", "output_messages",
 )  # fmt: skip
 
 
@@ -228,7 +242,9 @@ def keep(spec: ResponseSpec, value: Mapping[str, Any]) -> None:
         spec.env.stored.put(spec.response_id, Stored(value, spec.messages))
 
 
-def final_value(spec: ResponseSpec, output: Sequence[Any], finish_reason: str | None, reasoning_tokens: int, usage: Usage) -> dict[str, Any]:
+def final_value(
+    spec: ResponseSpec, output: Sequence[Any], finish_reason: str | None, reasoning_tokens: int, usage: Usage
+) -> dict[str, Any]:
     """The response at its end. An operator's abort looks like success (§3.5)."""
     limited = finish_reason == "length"
     told: dict[str, Any] = {
@@ -270,7 +286,13 @@ def _reasoning_item(item_id: str, text: str | None, status: str | None) -> dict[
 
 
 def _call_item(item_id: str, call_id: str, function: str, arguments: str, status: str) -> dict[str, Any]:
-    head: dict[str, Any] = {"arguments": arguments, "call_id": call_id, "name": function, "type": "function_call", "id": item_id}
+    head: dict[str, Any] = {
+        "arguments": arguments,
+        "call_id": call_id,
+        "name": function,
+        "type": "function_call",
+        "id": item_id,
+    }
     return head | {"async": None, "caller": None, "namespace": None, "status": status}
 
 
@@ -278,7 +300,8 @@ def _logprobs(entries: Sequence[TokenLogprob], spec: ResponseSpec) -> list[dict[
     told = chunks.chat_logprobs(entries, spec.top_logprobs or 0, False)["content"]
     order = ("token", "bytes", "logprob")
     return [
-        {key: entry[key] for key in order} | {"top_logprobs": [{key: top[key] for key in order} for top in entry["top_logprobs"]]}
+        {key: entry[key] for key in order}
+        | {"top_logprobs": [{key: top[key] for key in order} for top in entry["top_logprobs"]]}
         for entry in told
     ]
 

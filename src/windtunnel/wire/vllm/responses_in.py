@@ -17,48 +17,88 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 _TOOLS: tuple[tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...] = (
     (
-        "FunctionTool", ("function",), ("name", "type"),
+        "FunctionTool",
+        ("function",),
+        ("name", "type"),
         ("name", "parameters", "strict", "type", "allowed_callers", "async", "defer_loading", "description", "output_schema"),
     ),
     (
-        "FileSearchTool", ("file_search",), ("type", "vector_store_ids"),
+        "FileSearchTool",
+        ("file_search",),
+        ("type", "vector_store_ids"),
         ("type", "vector_store_ids", "filters", "max_num_results", "ranking_options"),
     ),
     ("ComputerTool", ("computer",), ("type",), ("type",)),
     (
-        "ComputerUsePreviewTool", ("computer_use_preview",), ("display_height", "display_width", "environment", "type"),
+        "ComputerUsePreviewTool",
+        ("computer_use_preview",),
+        ("display_height", "display_width", "environment", "type"),
         ("display_height", "display_width", "environment", "type"),
     ),
     (
-        "WebSearchTool", ("web_search", "web_search_2025_08_26"), ("type",),
+        "WebSearchTool",
+        ("web_search", "web_search_2025_08_26"),
+        ("type",),
         ("type", "external_web_access", "filters", "search_context_size", "user_location"),
     ),
     (
-        "Mcp", ("mcp",), ("server_label", "type"),
+        "Mcp",
+        ("mcp",),
+        ("server_label", "type"),
         (
-            "server_label", "type", "allowed_callers", "allowed_tools", "authorization", "connector_id", "defer_loading", "headers",
-            "require_approval", "server_description", "server_url", "tunnel_id",
+            "server_label",
+            "type",
+            "allowed_callers",
+            "allowed_tools",
+            "authorization",
+            "connector_id",
+            "defer_loading",
+            "headers",
+            "require_approval",
+            "server_description",
+            "server_url",
+            "tunnel_id",
         ),
     ),
     ("CodeInterpreter", ("code_interpreter",), ("container", "type"), ("container", "type", "allowed_callers")),
     ("ProgrammaticToolCalling", ("programmatic_tool_calling",), ("type",), ("type",)),
     (
-        "ImageGeneration", ("image_generation",), ("type",),
+        "ImageGeneration",
+        ("image_generation",),
+        ("type",),
         (
-            "type", "action", "background", "complexity", "frame_count", "frame_duration_ms", "input_fidelity", "input_image_mask",
-            "model", "moderation", "output_compression", "output_format", "partial_images", "quality", "size", "svg",
+            "type",
+            "action",
+            "background",
+            "complexity",
+            "frame_count",
+            "frame_duration_ms",
+            "input_fidelity",
+            "input_image_mask",
+            "model",
+            "moderation",
+            "output_compression",
+            "output_format",
+            "partial_images",
+            "quality",
+            "size",
+            "svg",
         ),
     ),
     ("LocalShell", ("local_shell",), ("type",), ("type",)),
     ("FunctionShellTool", ("shell",), ("type",), ("type", "allowed_callers", "environment")),
     (
-        "CustomTool", ("custom",), ("name", "type"),
+        "CustomTool",
+        ("custom",),
+        ("name", "type"),
         ("name", "type", "allowed_callers", "async", "defer_loading", "description", "format"),
     ),
     ("NamespaceTool", ("namespace",), ("description", "name", "tools", "type"), ("description", "name", "tools", "type")),
     ("ToolSearchTool", ("tool_search",), ("type",), ("type", "description", "execution", "parameters")),
     (
-        "WebSearchPreviewTool", ("web_search_preview", "web_search_preview_2025_03_11"), ("type",),
+        "WebSearchPreviewTool",
+        ("web_search_preview", "web_search_preview_2025_03_11"),
+        ("type",),
         ("type", "search_content_types", "search_context_size", "user_location"),
     ),
     ("ApplyPatchTool", ("apply_patch",), ("type",), ("type", "allowed_callers")),
@@ -154,7 +194,7 @@ class ResponsesRequest(fields.OpenModel):
     temperature: float | None = None
     text: TextConfig | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoiceFunction | ToolChoiceOther = "auto"
-    tools: list[_AnyTool] = []
+    tools: list[_AnyTool] = Field(default_factory=list)
     top_logprobs: int | None = 0
     top_p: float | None = None
     top_k: int | None = None
@@ -181,8 +221,8 @@ class ResponsesRequest(fields.OpenModel):
     structured_outputs: fields.StructuredOutputs | None = None
     repetition_penalty: float | None = None
     seed: Int64 | None = None
-    stop: str | fields.StopList | None = []
-    stop_token_ids: list[int] | None = []
+    stop: str | fields.StopList | None = None
+    stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
     vllm_xargs: fields.Xargs | None = None
     kv_transfer_params: dict[str, Any] | None = None

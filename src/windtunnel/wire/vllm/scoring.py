@@ -87,14 +87,20 @@ def _check(request: GenerativeScoringRequest, env: ServerEnv) -> None:
         raise http.parameter_error(f"`items` may have at most {prompts.MAX_PROMPTS} entries", "items", len(request.items))
     outside = [label for label in request.label_token_ids if not 0 <= label < env.vocabulary]
     if outside:
-        raise http.parameter_error(f"label_token_ids {outside} are not in the vocabulary of {env.vocabulary}", "label_token_ids", outside)
+        raise http.parameter_error(
+            f"label_token_ids {outside} are not in the vocabulary of {env.vocabulary}", "label_token_ids", outside
+        )
 
 
 def _prompt(request: GenerativeScoringRequest, item: str | list[int], env: ServerEnv) -> PromptPlan:
     parts = (item, request.query) if request.item_first else (request.query, item)
-    ids = [token for at, part in enumerate(parts) for token in _tokens(part, env, special=request.add_special_tokens and at == 0)]
+    ids = [
+        token for at, part in enumerate(parts) for token in _tokens(part, env, special=request.add_special_tokens and at == 0)
+    ]
     if len(ids) >= env.max_model_len:
-        raise http.parameter_error(f"A query and its item have {len(ids)} tokens; the context has {env.max_model_len}", "items", len(ids))
+        raise http.parameter_error(
+            f"A query and its item have {len(ids)} tokens; the context has {env.max_model_len}", "items", len(ids)
+        )
     prompts.check_vocabulary(ids, env)
     return prompts.from_token_ids(ids, env)
 
