@@ -12,17 +12,16 @@ import re
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 
-import numpy as np
-from numpy.typing import NDArray
-
 from windtunnel.core.words import WORDS
 
 _MARKER = re.compile(r"\[wt:([0-9a-f]{1,32})\]")
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
-_VECTOR_FROM = 16
-_VECTOR_LIMIT = 1024
-_STEPS: NDArray[np.uint64] = np.arange(1, _VECTOR_LIMIT + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
+_BLOCK = 7
+"""Words out of one 64-bit mix: nine bits each."""
+_BITS = 9
+_WORD_MASK = (1 << _BITS) - 1
+assert len(WORDS) == 1 << _BITS
 
 
 def marker(tag: int) -> str:
@@ -52,13 +51,25 @@ def child_identity(identity: int, index: int) -> int:
 
 
 def word_indices(identity: int, start: int, count: int) -> list[int]:
-    """Indices into `WORDS` of output words start … start + count - 1."""
-    size = len(WORDS)
-    if _VECTOR_FROM <= count <= _VECTOR_LIMIT:
-        base = np.uint64((identity + start * _GOLDEN) & _MASK)
-        mixed: list[int] = (_mix_many(_STEPS[:count] + base) % np.uint64(size)).tolist()
-        return mixed
-    return [_mix((identity + position * _GOLDEN) & _MASK) % size for position in range(start + 1, start + count + 1)]
+    """Indices into `WORDS` of output words start … start + count - 1.
+
+    Words 7b … 7b + 6 are the lowest nine bits, the next nine bits, … of the splitmix64 output for identity + (b + 1) x golden.
+    """
+    first = start // _BLOCK
+    indices: list[int] = []
+    for block in range(first + 1, (start + count - 1) // _BLOCK + 2):
+        mixed = _mix((identity + block * _GOLDEN) & _MASK)
+        indices += (
+            mixed & _WORD_MASK,
+            mixed >> 9 & _WORD_MASK,
+            mixed >> 18 & _WORD_MASK,
+            mixed >> 27 & _WORD_MASK,
+            mixed >> 36 & _WORD_MASK,
+            mixed >> 45 & _WORD_MASK,
+            mixed >> 54 & _WORD_MASK,
+        )
+    skip = start - first * _BLOCK
+    return indices[skip : skip + count]
 
 
 def words(identity: int, start: int, count: int) -> list[str]:
@@ -95,13 +106,3 @@ def _mix(value: int) -> int:
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
     value = (value ^ (value >> 27)) * 0x94D049BB133111EB & _MASK
     return value ^ (value >> 31)
-
-
-def _mix_many(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """`_mix` of each value; unsigned 64-bit arithmetic wraps by itself."""
-    values ^= values >> np.uint64(30)
-    values *= np.uint64(0xBF58476D1CE4E5B9)
-    values ^= values >> np.uint64(27)
-    values *= np.uint64(0x94D049BB133111EB)
-    values ^= values >> np.uint64(31)
-    return values

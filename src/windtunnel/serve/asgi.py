@@ -17,6 +17,9 @@ _DISCARD_FACTOR = 4
 """An oversized body is read and thrown away up to this many times the limit, so that the client gets the 413."""
 
 
+_UNREAD_BODY = (408, 413)
+
+
 class BodyTooLarge(Exception):
     """The body is over the limit; what has been read of it is thrown away."""
 
@@ -62,11 +65,21 @@ def headers_of(scope: Scope) -> Mapping[str, str]:
     return headers
 
 
+def header_of(scope: Scope, name: str) -> str | None:
+    """One header by its lower-case name."""
+    wanted = name.encode()
+    return next((value.decode("latin-1") for key, value in scope["headers"] if key == wanted), None)
+
+
 async def send_bytes(
     send: Send, status: int, body: bytes, content_type: bytes | None = JSON, headers: Iterable[tuple[bytes, bytes]] = ()
 ) -> None:
-    """A whole answer. Header order is the real servers': content-length, content-type."""
-    fields = [(b"content-length", b"%d" % len(body))]
+    """A whole answer. Header order is the real servers': content-length, content-type.
+
+    After a body that was not read to its end the connection is closed, so that the rest of it is nobody's work.
+    """
+    fields: list[tuple[bytes, bytes]] = [(b"connection", b"close")] if status in _UNREAD_BODY else []
+    fields += [(b"content-length", b"%d" % len(body))]
     if content_type is not None:
         fields.append((b"content-type", content_type))
     await send({"type": "http.response.start", "status": status, "headers": [*headers, *fields]})

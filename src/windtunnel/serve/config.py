@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from windtunnel.core.units import MS, S
+from windtunnel.serve.failures import FailureConfig
 
 Engine = Literal["vllm", "sglang"]
 Runner = Literal["generate", "pooling"]
@@ -67,12 +68,12 @@ class ServerLimits:
 
     body_bytes: int = 64 * 1024 * 1024
     body_timeout_ns: int = 60 * S
-    head_bytes: int = 64 * 1024
+    head_bytes: int = 256 * 1024
     head_timeout_ns: int = 10 * S
     write_buffer_bytes: int = 256 * 1024
     write_deadline_ns: int = 60 * S
     open_answers: int = 65536
-    connections: int = 16384
+    connections: int = 65536
     adapters: int = 1000
     history: int = 1000
     stored_responses: int = 1000
@@ -132,6 +133,7 @@ class ServeConfig:
     pacing: PacingConfig = field(default_factory=PacingConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     scheduler: EngineSettings = field(default_factory=EngineSettings)
+    failures: FailureConfig = field(default_factory=FailureConfig)
     limits: ServerLimits = field(default_factory=ServerLimits)
 
     @property

@@ -11,6 +11,7 @@ from typing import Any
 
 from windtunnel.core.units import parse_duration_ns
 from windtunnel.serve.config import ServeConfig, UsageError
+from windtunnel.serve.failures import FAILURES
 from windtunnel.serve.foreign_flags import FOREIGN_FLAGS
 from windtunnel.serve.seams import resolve
 
@@ -99,6 +100,14 @@ def _json_texts(value: Any) -> tuple[str, ...]:
         value = value[0] if len(value) == 1 else list(value)
     items = json.loads(value) if isinstance(value, str) and value.startswith("[") else value
     return tuple(items) if isinstance(items, list | tuple) else (str(items),)
+
+
+def _failure_types(value: Any) -> tuple[str, ...]:
+    kinds = _texts(value) if value else ()
+    for kind in kinds:
+        if kind not in FAILURES:
+            raise ValueError(f"{kind!r} is not one of {', '.join(FAILURES)}")
+    return kinds
 
 
 def _range(value: Any) -> tuple[int, int]:
@@ -241,6 +250,8 @@ FLAGS: tuple[Flag, ...] = (
         "prefix-caching-hash-algo", "scheduler.prefix_caching_hash_algo", _choice("sha256", "sha256_cbor", "xxhash", "xxhash_cbor"),
         "block hash",
     ),
+    Flag("failure-injection-rate", "failures.rate_percent", _integer(0, 100), "percent of requests that fail on purpose", live=True),
+    Flag("failure-types", "failures.types", _failure_types, "how they fail; all kinds when empty", many=True, live=True),
     Flag("max-body-bytes", "limits.body_bytes", _POSITIVE, "largest request body (413)"),
     Flag("body-timeout", "limits.body_timeout_ns", _duration, "longest time for a body to arrive (408)"),
     Flag("max-head-bytes", "limits.head_bytes", _integer(1024), "largest request head (431)"),
@@ -249,7 +260,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag("write-deadline", "limits.write_deadline_ns", _duration, "how long a held-back stream may stay so before it is cut"),
     Flag("max-stored-responses", "limits.stored_responses", _POSITIVE, "most responses kept; the oldest goes first"),
     Flag("max-open-answers", "limits.open_answers", _POSITIVE, "most requests at work at once"),
-    Flag("max-connections", "limits.connections", _POSITIVE, "most connections at once; further ones are closed"),
+    Flag("max-connections", "limits.connections", _POSITIVE, "most connections at once; requests on further ones get 503"),
 )
 
 _BY_NAME = {name: flag for flag in FLAGS for name in (flag.name, *flag.aliases)}

@@ -9,10 +9,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from windtunnel.core.outputs import Refusal
-from windtunnel.serve.asgi import ClientGone, Receive, Scope, Send, headers_of, send_bytes
+from windtunnel.serve.asgi import ClientGone, Receive, Scope, Send, header_of, headers_of, send_bytes
 from windtunnel.serve.clock import now_ns
+from windtunnel.serve.failures import RETURN_ERROR
 from windtunnel.serve.http11 import LINE, ClientLine
 from windtunnel.serve.jobs import Job
+from windtunnel.serve.orca import ASKED as ORCA
+from windtunnel.serve.orca import load_header
 from windtunnel.serve.seams import WriteFailed
 from windtunnel.serve.streams import Answer, CollectedAnswer, StreamedAnswer
 from windtunnel.wire.family import Family, Generation, Usage, WireError
@@ -54,6 +57,7 @@ class GenerateRoute:
 
     async def _plan(self, scope: Scope, receive: Receive) -> Generation:
         body = await self._server.body(receive)
+        self._server.inject_failure(header_of(scope, RETURN_ERROR))
         generation = self._family.plan(body, headers_of(scope), self._server.env)
         return self._server.recorded.attach(generation, body) if self._server.recorded else generation
 
@@ -62,6 +66,7 @@ class GenerateRoute:
         end = End(self._server.loop)
         choices = self._choices(generation, keep=True)
         answer = CollectedAnswer(choices, self._usage(generation), end.set, _counted(generation))
+        answer.wants_metrics = self._wants_metrics(choices)
         error = generation.late_error
         if error is None:
             job = self._server.jobs.start(generation, answer, choices, arrival_ns)
@@ -75,7 +80,9 @@ class GenerateRoute:
         if error is not None:
             await send_bytes(send, error.status, self._family.error_body(error))
         else:
-            await send_bytes(send, 200, self._family.body(generation, answer.results(), answer.usage))
+            body = self._family.body(generation, answer.results(), answer.usage)
+            report = load_header(header_of(scope, ORCA), generation.family, self._server.metrics.store)
+            await send_bytes(send, 200, body, headers=report)
 
     async def _stream(self, generation: Generation, arrival_ns: int, scope: Scope, send: Send) -> None:
         """The refusal of a single sequence is a status; everything found later is a frame (§2.8)."""
@@ -85,6 +92,7 @@ class GenerateRoute:
         sink, stall = self._server.seams.sink(line.sink(self._server.cork)), StallTimer(self._server, line)
         encoder = self._family.encoder(generation)
         answer = StreamedAnswer(choices, self._usage(generation), end.set, encoder, sink, stall, _counted(generation))
+        answer.wants_metrics = self._wants_metrics(choices)
         job: Job | Refusal | None = None
         if len(choices) == 1 and generation.late_error is None:
             job = self._server.jobs.start(generation, answer, choices, arrival_ns)
@@ -131,6 +139,9 @@ class GenerateRoute:
         usage = Usage(sum(sizes), 0, created_cache_tokens=written)
         usage.count_cached(generation.recorded_cached_tokens or 0)
         return usage
+
+    def _wants_metrics(self, choices: list[ChoiceState]) -> bool:
+        return self._server.config.enable_per_request_metrics and len(choices) == 1
 
     def _choices(self, generation: Generation, *, keep: bool) -> list[ChoiceState]:
         sampling, tokenizer = generation.sampling, self._server.env.tokenizer

@@ -61,6 +61,8 @@ class ChoiceListener:
                 self._lane_tokens += 1
                 return
         self.settle()
+        if self._answer.wants_metrics:
+            self._answer.usage.metrics = self._metrics.request_metrics_ms(self.request_id)
         self._answer.on_output(self._choice, output)
         if error is not None:
             self._metrics.on_finished(self.request_id, FinishReason.ERROR, now_ns())

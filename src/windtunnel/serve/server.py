@@ -130,6 +130,7 @@ def uvicorn_config(config: ServeConfig, server: Server) -> uvicorn.Config:
         build(server),
         host=config.host,
         port=config.port,
+        limit_concurrency=limits.connections + 1,
         http=protocol_class(http),
         ws="none",
         lifespan="off",

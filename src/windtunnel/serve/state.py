@@ -15,7 +15,7 @@ from windtunnel.core.request import Lora
 from windtunnel.core.tokenizer import BuiltinTokenizer, Tokenizer
 from windtunnel.core.vllm.config import VllmEngineConfig
 from windtunnel.core.vllm.engine import VllmEngine
-from windtunnel.serve import asgi
+from windtunnel.serve import asgi, failures
 from windtunnel.serve.clock import now_ns
 from windtunnel.serve.config import ServeConfig, UsageError, as_json
 from windtunnel.serve.driver import EngineDriver
@@ -51,6 +51,7 @@ class Server:
         self._ready_ns = now_ns() + config.startup_ns
         self.seams: Seams = load(config.faults)
         self._chance = random.Random(config.seed)
+        self._failing = random.Random(config.seed + 1)
         self._ids = random.Random()
         self.tokenizer = load_tokenizer(config)
         self.stored = StoredResponses(config.limits.stored_responses)
@@ -93,6 +94,12 @@ class Server:
             raise body_too_large(limits.body_bytes) from None
         except asgi.BodyTimeout:
             raise WireError("The request body did not arrive in time.", 408, "RequestTimeout") from None
+
+    def inject_failure(self, asked: str | None) -> None:
+        """Raises WireError for a request that is to fail on purpose."""
+        if asked is not None:
+            failures.check_header(asked)
+        failures.roll(self.config.failures, self._failing)
 
     def keep_alive(self, answer: StreamedAnswer, progress: Callable[[], int], frame: bytes) -> Callable[[], None]:
         return keep_alive(self.loop, answer, progress, self.config.sse_keep_alive_interval_ns, frame)

@@ -1,6 +1,6 @@
 """What `serve` tells the metrics of a flavour. `wire.vllm.metrics.VllmMetrics` is one."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from windtunnel.core.outputs import FinishReason, StepOutput
@@ -24,6 +24,10 @@ class Metrics(Protocol):
 
     def on_dropped(self, request_ids: Iterable[str]) -> None:
         """The client has gone, or the request was aborted by id: nothing more of it is counted."""
+        ...
+
+    def request_metrics_ms(self, request_id: str) -> Mapping[str, float | None] | None:
+        """The timings of a live request, for its own answer."""
         ...
 
     def on_http(

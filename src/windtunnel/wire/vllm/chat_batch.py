@@ -119,6 +119,8 @@ def plan(body: bytes, headers: Mapping[str, str], env: ServerEnv) -> Generation:
     spec = chat.make_spec(request, env, planned, sampled, model, routing.id_base, rendered[0][0], None, bare_usage=True)
     answer = structured.wanted_answer(_response_format(request), request.structured_outputs, planned, env)
     return Generation(
+        family=name,
+        indexed_ids=True,
         spec=spec,
         response_id=spec.response_id,
         model=model,

@@ -101,6 +101,7 @@ def plan(body: bytes, headers: Mapping[str, str], env: ServerEnv) -> Generation:
     routing = Routing.read(request, headers, env)
     spec = _spec(request, env, model, routing.id_base, prompt.token_ids, sampled)
     return Generation(
+        family=name,
         spec=spec,
         response_id=spec.response_id,
         model=model,

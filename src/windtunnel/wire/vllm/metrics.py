@@ -17,7 +17,7 @@ from itertools import product
 from windtunnel.core.lifecycle import Event, Transition
 from windtunnel.core.outputs import FinishReason, StepOutput, StepStats, TokenOutput
 from windtunnel.core.request import EngineRequest
-from windtunnel.core.units import S
+from windtunnel.core.units import MS, S
 from windtunnel.wire.metrics import Family, Histogram, MetricSpec, Store, Value
 
 _MODEL = ("model_name", "engine")
@@ -242,6 +242,23 @@ class RequestTimings:
         }
 
 
+    def request_metrics_ms(self) -> dict[str, float | None]:
+        """The `metrics` member of an answer (`--enable-per-request-metrics`): TTFT counts from scheduling (reference §2.4)."""
+        scheduled = self.scheduled_ns if self.scheduled_ns is not None else self.queued_ns
+        first = self.first_token_ns if self.first_token_ns is not None else scheduled
+        last_ms = self.last_token_ns / MS
+        decode_ms = last_ms - first / MS
+        intervals = self.generated - 1
+        return {
+            "time_to_first_token_ms": (first - scheduled) / MS,
+            "generation_time_ms": decode_ms,
+            "queue_time_ms": (scheduled - self.queued_ns) / MS,
+            "mean_itl_ms": decode_ms / intervals if intervals > 0 else None,
+            "tokens_per_second": 1000 * self.generated / max(last_ms - scheduled / MS, 1e-6),
+            "speculative_decoding": None,
+        }
+
+
 class _EngineChildren:
     """The children of one engine rank, looked up once."""
 
@@ -414,6 +431,11 @@ class VllmMetrics:
         if group.open == 0:
             engine.histogram["request_max_num_generation_tokens"].observe(group.longest)
             engine.histogram["request_params_n"].observe(group.n)
+
+    def request_metrics_ms(self, request_id: str) -> dict[str, float | None] | None:
+        """The timings of a live request so far."""
+        timings = self._live.get(request_id)
+        return None if timings is None else timings.request_metrics_ms()
 
     def on_dropped(self, request_ids: Iterable[str]) -> None:
         """The clients of these sequences are gone, or they were aborted by id: nothing more is recorded of them."""
