@@ -11,7 +11,19 @@ from windtunnel.wire.env import ServerEnv, counting_ids
 from windtunnel.wire.family import Delta, Generation, OpeningEncoder, Usage, WireError
 from windtunnel.wire.output import ChoiceState
 from windtunnel.wire.recorded import Playback, RecordedPlayer
-from windtunnel.wire.vllm import chat, chat_batch, completions, generate, invocations, messages, models, render, responses, scoring, tokenize
+from windtunnel.wire.vllm import (
+    chat,
+    chat_batch,
+    completions,
+    generate,
+    invocations,
+    messages,
+    models,
+    render,
+    responses,
+    scoring,
+    tokenize,
+)
 
 BLOCK_SIZE = 32
 SIMPLE: Mapping[str, Callable[..., bytes]] = {
@@ -21,7 +33,9 @@ SIMPLE: Mapping[str, Callable[..., bytes]] = {
     "/v1/chat/completions/render": render.chat_render,
 }
 FAMILIES: Mapping[str, ModuleType] = {
-    path: family for family in (completions, chat, chat_batch, generate, invocations, responses, messages, scoring) for path in family.paths
+    path: family
+    for family in (completions, chat, chat_batch, generate, invocations, responses, messages, scoring)
+    for path in family.paths
 }
 _VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "variant_b": {
@@ -96,13 +110,12 @@ def _generated(family: ModuleType, generation: Generation, body: bytes, player: 
     played = player.play(body, generation.prompts, generation.sampling.n) or Playback((None,) * len(states))
     streams = [tokens or () for tokens in played.choices]
     cached = played.cached_tokens or 0
-    deltas = _deltas(states, streams, generation)
     if generation.stream:
         encoder = family.encoder(generation)
-        opening = encoder.opening() if isinstance(encoder, OpeningEncoder) else b""
-        out = [opening, *(encoder.delta(delta, usage) for delta in deltas)]
-        return _stream(b"".join(out) + encoder.close(_usage(usage.prompt_tokens, states, cached, generation)))
-    for _delta in deltas:
+        opening = [encoder.opening()] if isinstance(encoder, OpeningEncoder) else []
+        out = opening + [encoder.delta(delta, usage) for delta in _deltas(states, streams, generation)]
+        return _stream(b"".join([*out, encoder.close(_usage(usage.prompt_tokens, states, cached, generation))]))
+    for _delta in _deltas(states, streams, generation):
         pass
     usage = _usage(usage.prompt_tokens, states, cached, generation)
     return _json(200, family.body(generation, [state.result() for state in states], usage))

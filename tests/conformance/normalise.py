@@ -47,11 +47,16 @@ def number_or_null(want: Any, have: Any) -> bool:
 
 
 _HEX = "[0-9a-f]"
-_GENERATED = rf"(cmpl|chatcmpl|resp|msg|rs|fc|call|chatcmpl-tool|modelperm|generate-tokens|generative-scoring)[-_]{_HEX}{{12,32}}"
+_PREFIXES = "cmpl|chatcmpl|resp|msg|rs|fc|call|chatcmpl-tool|modelperm|generate-tokens|generative-scoring"
+_GENERATED = rf"({_PREFIXES})[-_]{_HEX}{{12,32}}"
 _TOP = r"(.*\.)?logprobs\.content\[\]\.top_logprobs\[\]"
 
 TABLE: tuple[Free, ...] = (
-    Free(r"(.*\.)?(id|request_id|item_id|call_id)", both_match(_GENERATED), "ids are random; their prefix and alphabet are compared"),
+    Free(
+        r"(.*\.)?(id|request_id|item_id|call_id)",
+        both_match(_GENERATED),
+        "ids are random; their prefix and alphabet are compared",
+    ),
     Free(r"(.*\.)?signature", both_match(rf"{_HEX}{{32}}"), "signatures of thinking blocks are random"),
     Free(r"data\[\]\.score", both_numbers, "probabilities of a model that is not there"),
     Free(r"(.*\.)?created(_at)?", both_numbers, "the time of the call"),

@@ -16,7 +16,12 @@ from windtunnel.wire.recorded import body_hash
 
 _LENGTH = re.compile(r"content-length: (\d+)", re.IGNORECASE)
 _PATHS = (
-    "/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/invocations", "/v1/responses", "/v1/messages",
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/chat/completions/batch",
+    "/invocations",
+    "/v1/responses",
+    "/v1/messages",
     "/inference/v1/generate",
 )
 

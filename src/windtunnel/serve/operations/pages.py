@@ -9,7 +9,6 @@ from windtunnel.wire.family import WireError
 from windtunnel.wire.http import BAD_REQUEST, read_json
 from windtunnel.wire.metrics import CONTENT_TYPE, process_metrics, render
 from windtunnel.wire.vllm.models import models_body, version_body
-from windtunnel.wire.vllm.scoring import generative_scoring, systemone
 from windtunnel.wire.vllm.tokenize import detokenize, tokenize
 
 
@@ -59,14 +58,6 @@ def _detokenize(server: Server, call: Call) -> Reply:
     return Reply(detokenize(call.body, call.headers, server.env), 200, JSON)
 
 
-def _generative_scoring(server: Server, call: Call) -> Reply:
-    return Reply(generative_scoring(call.body, call.headers, server.env), 200, JSON)
-
-
-def _systemone(server: Server, call: Call) -> Reply:
-    return Reply(systemone(call.body, call.headers, server.env), 200, JSON)
-
-
 def _kv_event_sources(server: Server, _call: Call) -> Reply:
     return json_reply(server.kv_event_sources)
 
@@ -104,9 +95,6 @@ ALWAYS: tuple[Rule, ...] = (
     get("/v1/models", _models),
     post("/tokenize", _tokenize),
     post("/detokenize", _detokenize),
-    post("/generative_scoring", _generative_scoring),
-    post("/v1/systemone", _systemone),
-    post("/v1/decisions", _systemone),
     get("/kv_event_sources", _kv_event_sources),
     post("/is_scaling_elastic_ep", _is_scaling),
     post("/scale_elastic_ep", _scale),
