@@ -63,7 +63,7 @@ TABLE: tuple[Free, ...] = (
     Free(
         r"system_fingerprint", both_match(rf"vllm-0\.32\.0-{_HEX}{{8}}"), "a digest of the configuration; its form is compared"
     ),
-    Free(r"(.*\.)?metrics\.[a-z_]+", number_or_null, "measured times"),
+    Free(r"(response\.)?metrics\.[a-z_]+", number_or_null, "measured times"),
     Free(r"(.*\.)?logprobs\.token_logprobs\[\]", number_or_null, "probabilities of a model that is not there"),
     Free(r"(.*\.)?logprobs\.top_logprobs\[\]", both_maps, "which alternatives a model had, and how likely they were"),
     Free(r"(.*\.)?logprobs\.content\[\]\.logprob", both_numbers, "probabilities of a model that is not there"),

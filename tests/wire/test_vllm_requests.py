@@ -1,12 +1,13 @@
 """What is refused, with which status, type and parameter, and at which of the two stages (vLLM reference §2.2 to §2.8)."""
 
+import json
 from typing import Any
 
 import pytest
 from tests.wire.vllm_env import JSON, TOKENIZER, env, plan
 
 from windtunnel.core.request import Lora
-from windtunnel.wire.family import WireError
+from windtunnel.wire.family import Usage, WireError
 from windtunnel.wire.vllm import chat, chat_batch, completions, decisions, invocations, messages_in, models, scoring, tokenize
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -227,26 +228,25 @@ def test_model_cards() -> None:
     assert '"root":"/path","parent":"m","max_model_len":null' in body
 
 
-SCORING: dict[str, Any] = {"query": " apple", "items": [" banana", " cherry"], "label_token_ids": [4, 5]}
+def test_scoring_is_a_function_of_the_prompt() -> None:
+    body = b'{"query": " apple", "items": [" banana", " cherry"], "label_token_ids": [4, 5]}'
+    first, again = (scoring.plan(body, JSON, env()) for _ in range(2))
+    rows = [json.loads(scoring.body(planned, (), Usage(4, 2)))["data"] for planned in (first, again)]
+    assert rows[0] == rows[1] and [row["index"] for row in rows[0]] == [0, 1]
+    assert all(0 < row["score"] < 1 for row in rows[0])
 
 
-def test_scoring_plans_one_prompt_for_each_item() -> None:
-    generation = plan(scoring, SCORING)
-    assert [prompt.token_ids for prompt in generation.prompts] == [
-        tuple(TOKENIZER.encode(f" apple{item}")) for item in SCORING["items"]
-    ]
-    assert generation.sampling.max_tokens == 1 and not generation.stream
-
-
-@pytest.mark.parametrize("fields", [{"items": []}, {"label_token_ids": [999999]}, {"query": None}], ids=str)
-def test_scoring_refuses(fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("call", "body", "status"),
+    [
+        (scoring.plan, b'{"query": "a", "items": [], "label_token_ids": [1]}', 400),
+        (scoring.plan, b'{"query": "a", "items": ["b"], "label_token_ids": [999999]}', 400),
+        (scoring.plan, b'{"query": "a"}', 400),
+        (decisions.refuse, b"{}", 400),
+        (decisions.refuse, b'{"state": {}, "questions": {}}', 501),
+    ],
+)
+def test_scoring_refusals(call: Any, body: bytes, status: int) -> None:
     with pytest.raises(WireError) as caught:
-        plan(scoring, SCORING | fields)
-    assert caught.value.status == 400
-
-
-@pytest.mark.parametrize(("body", "status"), [(b"{}", 400), (b'{"state": {}, "questions": {}}', 501)])
-def test_decisions_need_a_model_with_such_a_head(body: bytes, status: int) -> None:
-    with pytest.raises(WireError) as caught:
-        decisions.refuse(body, JSON, env())
+        call(body, JSON, env())
     assert caught.value.status == status

@@ -5,6 +5,7 @@ loop: one wake-up for a whole step, not one for each token, and one write for ea
 """
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -13,6 +14,8 @@ from windtunnel.core.outputs import Refusal, StepOutput, TokenOutput
 from windtunnel.core.request import EngineRequest
 from windtunnel.serve.clock import make_alarm, now_ns
 
+
+log = logging.getLogger("windtunnel.serve")
 
 _TOKENS_PER_TURN = 1024
 
@@ -27,6 +30,10 @@ class Cork(Protocol):
 
 class Listener(Protocol):
     def on_output(self, output: TokenOutput) -> None: ...
+
+    def broken(self) -> None:
+        """`on_output` raised: end the answer with the generic 500."""
+        ...
 
 
 class StepObserver(Protocol):
@@ -128,4 +135,9 @@ class EngineDriver:
                 continue
             if output[2] is not None or output[5] is not None:
                 del listeners[output[0]]
-            listener.on_output(output)
+            try:
+                listener.on_output(output)
+            except Exception:  # noqa: BLE001  a defect in one answer must not stop the engine for all others
+                log.exception("an answer broke while it was written")
+                self.abort([output[0]])
+                listener.broken()

@@ -82,6 +82,10 @@ class ChoiceListener:
     def fail(self, error: WireError) -> None:
         self._answer.fail(error)
 
+    def broken(self) -> None:
+        self._metrics.on_dropped([self.request_id])
+        self._answer.fail(WireError("Internal server error", 500, "InternalServerError"))
+
     def finish_aborted(self) -> None:
         """An operator's abort by id: the front end writes the last piece itself, and nothing is counted (§3.8)."""
         self.settle()

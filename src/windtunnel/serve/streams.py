@@ -59,6 +59,9 @@ class Answer:
         self._unfinished = len(choices)
         self._ended: Callable[[], None] | None = ended
 
+    wants_metrics = False
+    """Show the request's own timings (`--enable-per-request-metrics`, one choice only)."""
+
     @property
     def open(self) -> bool:
         return self._ended is not None

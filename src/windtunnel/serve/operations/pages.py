@@ -83,7 +83,7 @@ def _scale(server: Server, call: Call) -> Reply:
         raise WireError("new_data_parallel_size is required", kind=BAD_REQUEST)
     if isinstance(size, bool) or not isinstance(size, int) or size <= 0:
         raise WireError("new_data_parallel_size must be a positive integer", kind=BAD_REQUEST)
-    raise WireError("This server cannot be scaled: its data-parallel ranks are fixed at start.", 501, "NotImplementedError")
+    raise WireError("This server cannot be scaled: its number of data-parallel ranks is fixed at start.", 500, "InternalServerError")
 
 
 ALWAYS: tuple[Rule, ...] = (
