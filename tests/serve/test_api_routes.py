@@ -101,6 +101,7 @@ async def test_a_classifier_gives_probabilities() -> None:
         (entry,) = (await post(client, "/classify", input="the cat"))["data"]
         assert entry["num_classes"] == len(entry["probs"]) == 3 and math.isclose(sum(entry["probs"]), 1)
         assert entry["label"] == f"LABEL_{entry['probs'].index(max(entry['probs']))}"
+        assert (await post(client, "/pooling", input="the cat"))["data"][0]["data"] == entry["probs"]
         assert (await client.post("/v1/embeddings", json={"input": "x"})).status_code == 404
 
 
@@ -146,3 +147,15 @@ async def test_structured_decisions_are_not_implemented_by_a_language_model() ->
         for path in ("/v1/systemone", "/v1/decisions"):
             answer = await client.post(path, json={"state": {}, "questions": {}})
             assert answer.status_code == 501 and answer.json()["error"]["type"] == "NotImplementedError"
+
+
+async def test_keep_alive_comments_are_for_chat_and_completions_only() -> None:
+    bodies = {
+        "/v1/responses": {"input": "hi [wt:5]", "max_output_tokens": 5},
+        "/v1/messages": {"model": "wt-model", "messages": [{"role": "user", "content": "hi [wt:5]"}], "max_tokens": 5},
+    }
+    async with live(pacing__itl_ns=20_000_000, sse_keep_alive_interval_ns=1_000_000) as server, client_of(server) as client:
+        for path, body in bodies.items():
+            assert ": keep-alive" not in (await client.post(path, json=body | {"stream": True})).text
+        chat = {"messages": [{"role": "user", "content": "hi [wt:5]"}], "max_tokens": 5, "stream": True}
+        assert ": keep-alive" in (await client.post("/v1/chat/completions", json=chat)).text

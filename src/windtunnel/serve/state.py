@@ -169,6 +169,7 @@ def make_env(config: ServeConfig, tokenizer: Tokenizer, new_id: Callable[[], str
         root=config.model,
         loras=loras,
         version=config.vllm_version,
+        pooling_task=config.convert or "embed",
         stored=stored if config.enable_responses_store else None,
         **model_defaults(config, tokenizer),
     )

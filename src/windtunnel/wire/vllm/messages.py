@@ -240,8 +240,8 @@ def _template_kwargs(request: MessagesRequest | CountTokensRequest) -> dict[str,
 
 def _budget(request: MessagesRequest, env: ServerEnv) -> int | None:
     """The thinking budget means nothing to a server without a reasoning parser."""
-    enabled = isinstance(request.thinking, ThinkingEnabled) and env.reasoning_parser is not None
-    return request.thinking.budget_tokens if enabled and isinstance(request.thinking, ThinkingEnabled) else None
+    thinking = request.thinking
+    return thinking.budget_tokens if isinstance(thinking, ThinkingEnabled) and env.reasoning_parser is not None else None
 
 
 def _output_values(config: OutputConfig | None) -> dict[str, Any]:

@@ -25,7 +25,7 @@ def plan(body: bytes, headers: Mapping[str, str], env: ServerEnv) -> Generation:
     models.resolve(request.model, env)
     size = pooled.vector_size(request, env)
     made = pooled.input_prompts(request, env)
-    told = {"size": size, "encoding_format": request.encoding_format, "extra": {"task": request.task or "embed"}}
+    told = {"size": size, "encoding_format": request.encoding_format, "extra": {"task": request.task or env.pooling_task}}
     return pooled.planned("pool", name, request, made, headers, env, **told)
 
 
