@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 UV_VENV := build/uv
 
-.PHONY: all demo test check format bench conformance lock clean
+.PHONY: all demo test check format bench swarm conformance lock clean
 all: $(READY)
 
 # The interpreter is tried, not only found: a version manager's shim may exist without a Python behind it.
@@ -45,6 +45,11 @@ format: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m bench
+
+# Whole clusters under random faults, for so many seconds.
+SECONDS ?= 60
+swarm: $(READY)
+	$(BIN)/python -m windtunnel.sim.swarm --seconds $(SECONDS)
 
 conformance: $(READY)
 	$(BIN)/python -m tests.conformance

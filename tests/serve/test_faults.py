@@ -18,7 +18,9 @@ Symptom = Callable[[LiveServer], Awaitable[bool]]
 
 async def stream(server: LiveServer, **changes: object) -> bytes:
     client = await RawClient.connect(server.port)
-    client.send(request_bytes("/v1/completions", BODY | {"stream": True, "max_tokens": 8} | changes, extra="Connection: close\r\n"))
+    client.send(
+        request_bytes("/v1/completions", BODY | {"stream": True, "max_tokens": 8} | changes, extra="Connection: close\r\n")
+    )
     try:
         return await client.read_all()
     except ConnectionResetError:
@@ -148,7 +150,7 @@ def test_every_fault_has_a_case() -> None:
 @pytest.mark.parametrize("name", CATALOGUE)
 def test_faults_load_and_carry_their_name(name: str) -> None:
     module = __import__(f"windtunnel.faults.{CATALOGUE[name].module}", fromlist=["FAULT"])
-    assert module.FAULT.NAME == name
+    assert name == module.FAULT.NAME
     assert bool(CATALOGUE[name].option) is hasattr(module.FAULT, "with_option")
 
 
@@ -161,7 +163,11 @@ def test_without_a_fault_no_fault_module_is_imported() -> None:
 def test_unknown_faults_and_values_are_usage_errors() -> None:
     with pytest.raises(UnknownFault, match="not a fault"):
         find("nope")
-    for fault, text in (("nope", "--fault 'nope' is not a fault"), ("deaf-to-disconnect:3", "takes no value"), ("engine-death:x", "number of steps")):
+    for fault, text in (
+        ("nope", "--fault 'nope' is not a fault"),
+        ("deaf-to-disconnect:3", "takes no value"),
+        ("engine-death:x", "number of steps"),
+    ):
         with pytest.raises(UsageError, match=text):
             parse_args(["m", "--fault", fault])
 

@@ -20,24 +20,56 @@ TIMEOUT_S = 20
 DEPTH = int(os.environ.get("WINDTUNNEL_FUZZ_DEPTH", "1"))
 """How many times more examples than in a quick run."""
 CONFIG = {
-    "dev_mode": True, "runtime_lora": True, "enable_scale_out": True, "profiler_config": "{}", "scheduler__max_model_len": 64,
-    "scheduler__num_gpu_blocks": 512, "enable_auto_tool_choice": True, "tool_call_parser": "hermes", "reasoning_parser": "qwen3",
-    "limits__body_bytes": 100_000, "trust_request_chat_template": True, "enable_server_load_tracking": True,
+    "dev_mode": True,
+    "runtime_lora": True,
+    "enable_scale_out": True,
+    "profiler_config": "{}",
+    "scheduler__max_model_len": 64,
+    "scheduler__num_gpu_blocks": 512,
+    "enable_auto_tool_choice": True,
+    "tool_call_parser": "hermes",
+    "reasoning_parser": "qwen3",
+    "limits__body_bytes": 100_000,
+    "trust_request_chat_template": True,
+    "enable_server_load_tracking": True,
 }
 STATEFUL = {"/pause", "/sleep", "/debug/engine_death", "/debug/engine_freeze"}
 """They read no body, and would change what the other routes answer."""
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
 MESSAGES = [{"role": "system", "content": "s"}, {"role": "user", "content": [{"type": "text", "text": "hi"}]}]
-SAMPLING = {"temperature": 0.5, "top_p": 0.9, "seed": 1, "stop": ["x"], "n": 1, "max_tokens": 4, "stream": False, "ignore_eos": True}
+SAMPLING = {
+    "temperature": 0.5,
+    "top_p": 0.9,
+    "seed": 1,
+    "stop": ["x"],
+    "n": 1,
+    "max_tokens": 4,
+    "stream": False,
+    "ignore_eos": True,
+}
 VALID: dict[str, Any] = {
-    "/v1/completions": SAMPLING | {"model": "wt-model", "prompt": ["a", "b"], "echo": True, "logprobs": 1, "stream_options": None},
-    "/v1/chat/completions": SAMPLING | {
-        "model": "wt-model", "messages": MESSAGES, "tools": [TOOL], "tool_choice": "auto", "logprobs": True, "top_logprobs": 2,
-        "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}, "chat_template_kwargs": {"a": 1},
+    "/v1/completions": SAMPLING
+    | {"model": "wt-model", "prompt": ["a", "b"], "echo": True, "logprobs": 1, "stream_options": None},
+    "/v1/chat/completions": SAMPLING
+    | {
+        "model": "wt-model",
+        "messages": MESSAGES,
+        "tools": [TOOL],
+        "tool_choice": "auto",
+        "logprobs": True,
+        "top_logprobs": 2,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}},
+        "chat_template_kwargs": {"a": 1},
     },
     "/v1/responses": {"model": "wt-model", "input": "hi", "max_output_tokens": 4, "tools": [], "stream": False, "store": False},
-    "/v1/messages": {"model": "wt-model", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "tools": [], "system": "s"},
+    "/v1/messages": {
+        "model": "wt-model",
+        "messages": [{"role": "user", "content": "hi"}],
+        "max_tokens": 4,
+        "tools": [],
+        "system": "s",
+    },
     "/inference/v1/generate": {"model": "wt-model", "token_ids": [1, 2], "sampling_params": {"max_tokens": 4, "logprobs": 1}},
     "/tokenize": {"model": "wt-model", "prompt": "hi", "add_special_tokens": True, "return_token_strs": True},
     "/detokenize": {"model": "wt-model", "tokens": [1, 2, 3]},
@@ -50,13 +82,29 @@ VALID: dict[str, Any] = {
     "/scale_elastic_ep": {"new_data_parallel_size": 2, "drain_timeout": 1},
     "/update_weight_version": {"weight_version": "v"},
 }
-FALLBACK = SAMPLING | {"model": "wt-model", "prompt": "hi", "messages": MESSAGES, "input": "hi", "token_ids": [1], "request_ids": []}
+FALLBACK = SAMPLING | {
+    "model": "wt-model",
+    "prompt": "hi",
+    "messages": MESSAGES,
+    "input": "hi",
+    "token_ids": [1],
+    "request_ids": [],
+}
 
 SCALARS = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.integers(-3, 70), st.floats(), st.text(max_size=20),
-    st.sampled_from(["", "wt-model", "auto", "required", "json_object", "\ud800", "\x00", "9" * 40, "[wt:1]", "{{ x }}", "abort"]),
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.integers(-3, 70),
+    st.floats(),
+    st.text(max_size=20),
+    st.sampled_from(
+        ["", "wt-model", "auto", "required", "json_object", "\ud800", "\x00", "9" * 40, "[wt:1]", "{{ x }}", "abort"]
+    ),
 )
-VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4), max_leaves=12)
+VALUES = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4), max_leaves=12
+)
 
 
 class ServerInThread:
@@ -126,7 +174,11 @@ def test_arbitrary_json(server: ServerInThread, data: st.DataObject, value: Any)
 @common
 @given(data=st.data(), body=st.binary(max_size=200))
 def test_arbitrary_bytes(server: ServerInThread, data: st.DataObject, body: bytes) -> None:
-    content_type = data.draw(st.sampled_from(["application/json", "text/plain", "", "application/x-www-form-urlencoded", "application/json; charset=x"]))
+    content_type = data.draw(
+        st.sampled_from(
+            ["application/json", "text/plain", "", "application/x-www-form-urlencoded", "application/json; charset=x"]
+        )
+    )
     check(server, data.draw(st.sampled_from(routes(server))), body, content_type)
 
 
@@ -159,8 +211,38 @@ def mutate(data: st.DataObject, body: Any) -> None:
 
 
 OPTIONAL = (
-    "stream", "stream_options", "n", "best_of", "max_tokens", "max_completion_tokens", "min_tokens", "stop", "stop_token_ids", "logit_bias",
-    "logprobs", "top_logprobs", "prompt_logprobs", "echo", "use_beam_search", "priority", "cache_salt", "request_id", "structured_outputs",
-    "response_format", "tool_choice", "tools", "parallel_tool_calls", "chat_template", "add_generation_prompt", "continue_final_message",
-    "kv_transfer_params", "return_token_ids", "bad_words", "allowed_token_ids", "thinking_token_budget", "reasoning_effort", "x", "",
+    "stream",
+    "stream_options",
+    "n",
+    "best_of",
+    "max_tokens",
+    "max_completion_tokens",
+    "min_tokens",
+    "stop",
+    "stop_token_ids",
+    "logit_bias",
+    "logprobs",
+    "top_logprobs",
+    "prompt_logprobs",
+    "echo",
+    "use_beam_search",
+    "priority",
+    "cache_salt",
+    "request_id",
+    "structured_outputs",
+    "response_format",
+    "tool_choice",
+    "tools",
+    "parallel_tool_calls",
+    "chat_template",
+    "add_generation_prompt",
+    "continue_final_message",
+    "kv_transfer_params",
+    "return_token_ids",
+    "bad_words",
+    "allowed_token_ids",
+    "thinking_token_budget",
+    "reasoning_effort",
+    "x",
+    "",
 )

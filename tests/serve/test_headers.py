@@ -22,11 +22,17 @@ async def post(server: LiveServer, path: str, body: dict[str, Any], extra: str =
 async def test_orca_report_in_both_formats(path: str, body: dict[str, Any]) -> None:
     async with live() as server:
         _, headers, _ = await post(server, path, body, "endpoint-load-metrics-format: TEXT\r\n")
-        assert headers["endpoint-load-metrics"] == "TEXT named_metrics.num_requests_waiting=0.0, named_metrics.kv_cache_usage_perc=0.0"
+        assert (
+            headers["endpoint-load-metrics"]
+            == "TEXT named_metrics.num_requests_waiting=0.0, named_metrics.kv_cache_usage_perc=0.0"
+        )
         assert list(headers).index("endpoint-load-metrics") < list(headers).index("content-length")
         _, headers, _ = await post(server, path, body, "endpoint-load-metrics-format: json\r\n")
         assert headers["endpoint-load-metrics"].startswith("JSON ")
-        assert set(json.loads(headers["endpoint-load-metrics"][5:])["named_metrics"]) == {"kv_cache_usage_perc", "num_requests_waiting"}
+        assert set(json.loads(headers["endpoint-load-metrics"][5:])["named_metrics"]) == {
+            "kv_cache_usage_perc",
+            "num_requests_waiting",
+        }
 
 
 @pytest.mark.parametrize("extra", ["", "endpoint-load-metrics-format: XML\r\n", "endpoint-load-metrics-format: \r\n"])
@@ -83,12 +89,17 @@ async def test_keep_alive_comments_only_while_a_stream_is_silent() -> None:
 
 async def test_stream_interval_batches_but_not_the_first_and_the_last() -> None:
     async with live(stream_interval=10) as server:
-        _, _, answer = await post(server, "/v1/completions", BODY | {"stream": True, "max_tokens": 25, "return_token_ids": True})
+        _, _, answer = await post(
+            server, "/v1/completions", BODY | {"stream": True, "max_tokens": 25, "return_token_ids": True}
+        )
         frames = [json.loads(line[6:]) for line in answer.decode().splitlines() if line.startswith("data: {")]
         assert [len(frame["choices"][0]["token_ids"]) for frame in frames] == [1, 10, 10, 4]
 
 
-@pytest.mark.parametrize(("asked", "status", "kind"), [("429", 429, "RateLimitError"), ("503", 503, "InternalServerError"), ("x", 400, "BadRequestError")])
+@pytest.mark.parametrize(
+    ("asked", "status", "kind"),
+    [("429", 429, "RateLimitError"), ("503", 503, "InternalServerError"), ("x", 400, "BadRequestError")],
+)
 async def test_x_return_error(asked: str, status: int, kind: str) -> None:
     async with live() as server:
         got, _, answer = await post(server, "/v1/completions", BODY, f"X-Return-Error: {asked}\r\n")

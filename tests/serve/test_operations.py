@@ -73,7 +73,10 @@ async def test_ended_by_the_operator(method: str, path: str, body: Any, counted:
 async def test_other_ids_match_nothing_and_are_counted_in_the_answer(request_ids: list[str]) -> None:
     async with live(**SLOW, enable_scale_out=True) as server:
         client = await start(server, stream=True, request_id="r1")
-        assert await call(server, "POST", "/abort_requests", {"request_ids": request_ids}) == (200, {"status": "aborted", "aborted": 1})
+        assert await call(server, "POST", "/abort_requests", {"request_ids": request_ids}) == (
+            200,
+            {"status": "aborted", "aborted": 1},
+        )
         assert await call(server, "POST", "/inference/v1/abort_requests", {"request_ids": request_ids}) == (200, b"")
         assert await call(server, "POST", "/inference/v1/abort_requests", {"request_ids": []}) == (200, b"")
         assert server.states() == ["decode"]
@@ -172,7 +175,14 @@ async def test_the_prefix_cache_is_not_reset_while_it_is_in_use() -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["/pause?mode=soon", "/sleep?level=3", "/sleep?level=-1", "/sleep?mode=x", "/reset_prefix_cache?reset_running_requests=perhaps"]
+    "path",
+    [
+        "/pause?mode=soon",
+        "/sleep?level=3",
+        "/sleep?level=-1",
+        "/sleep?mode=x",
+        "/reset_prefix_cache?reset_running_requests=perhaps",
+    ],
 )
 async def test_bad_queries_name_the_parameter(path: str) -> None:
     async with live(dev_mode=True) as server:
@@ -184,8 +194,12 @@ async def test_bad_queries_name_the_parameter(path: str) -> None:
 @pytest.mark.parametrize(
     ("path", "options"),
     [
-        ("/pause", {}), ("/start_profile", {}), ("/v1/load_lora_adapter", {}), ("/tokenizer_info", {}),
-        ("/start_profile", {"dev_mode": True}), ("/v1/load_lora_adapter", {"dev_mode": True}),
+        ("/pause", {}),
+        ("/start_profile", {}),
+        ("/v1/load_lora_adapter", {}),
+        ("/tokenizer_info", {}),
+        ("/start_profile", {"dev_mode": True}),
+        ("/v1/load_lora_adapter", {"dev_mode": True}),
     ],
 )
 async def test_conditional_routes_do_not_exist_without_their_condition(path: str, options: dict[str, Any]) -> None:
@@ -223,7 +237,9 @@ async def test_server_info_as_text_and_nested() -> None:
 async def test_an_adapter_loaded_at_run_time_answers() -> None:
     async with live(runtime_lora=True) as server:
         assert (await call(server, "POST", "/v1/completions", BODY | {"model": "late"}))[0] == 404
-        assert (await call(server, "POST", "/v1/load_lora_adapter", {"lora_name": "late", "lora_path": "/adapters/late"}))[0] == 200
+        assert (await call(server, "POST", "/v1/load_lora_adapter", {"lora_name": "late", "lora_path": "/adapters/late"}))[
+            0
+        ] == 200
         status, answer = await call(server, "POST", "/v1/completions", BODY | {"model": "late"})
         assert (status, answer["model"]) == (200, "late")
         assert "late" in [card["id"] for card in (await call(server, "GET", "/v1/models"))[1]["data"]]

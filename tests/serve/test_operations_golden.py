@@ -10,13 +10,41 @@ from tests.serve.live import LiveServer, RawClient, live
 
 pytestmark = needs_golden
 
-NAMES = {"model": "tiny-llama", "vllm_version": "0.32.0", "scheduler__max_model_len": 2048, "lora_modules": (("tiny-lora", "tiny-lora"),)}
-VARIANT_B = NAMES | {
-    "served_model_names": ("tiny-llama", "tiny-alias"), "api_keys": ("sk-one", "sk-two"), "enable_request_id_headers": True,
-    "enable_scale_out": True, "allowed_origins": ("*",), "dev_mode": True, "runtime_lora": True, "scheduler__max_loras": 2,
+NAMES = {
+    "model": "tiny-llama",
+    "vllm_version": "0.32.0",
+    "scheduler__max_model_len": 2048,
+    "lora_modules": (("tiny-lora", "tiny-lora"),),
 }
-GENERATING = ("/v1/completions", "/v1/chat", "/v1/responses", "/v1/messages", "/inference/v1/generate", "/generative_scoring", "/invocations")
-ELSEWHERE = ("/tokenize", "/detokenize", "/tokenizer_info", "/openapi.json", "/docs", "/redoc", "/v1/systemone", "/v1/decisions")
+VARIANT_B = NAMES | {
+    "served_model_names": ("tiny-llama", "tiny-alias"),
+    "api_keys": ("sk-one", "sk-two"),
+    "enable_request_id_headers": True,
+    "enable_scale_out": True,
+    "allowed_origins": ("*",),
+    "dev_mode": True,
+    "runtime_lora": True,
+    "scheduler__max_loras": 2,
+}
+GENERATING = (
+    "/v1/completions",
+    "/v1/chat",
+    "/v1/responses",
+    "/v1/messages",
+    "/inference/v1/generate",
+    "/generative_scoring",
+    "/invocations",
+)
+ELSEWHERE = (
+    "/tokenize",
+    "/detokenize",
+    "/tokenizer_info",
+    "/openapi.json",
+    "/docs",
+    "/redoc",
+    "/v1/systemone",
+    "/v1/decisions",
+)
 NAMED_ELSEWHERE = {"get_on_responses"}
 """A family's own route: it answers 405 where the family is served."""
 FREE_HEADERS = {"date", "content-length"}
@@ -47,7 +75,10 @@ def comparable(body: str) -> Any:
 
 def strip(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: "FREE" if key in FREE_MEMBERS or str(inner).startswith("modelperm-") else strip(inner) for key, inner in value.items()}
+        return {
+            key: "FREE" if key in FREE_MEMBERS or str(inner).startswith("modelperm-") else strip(inner)
+            for key, inner in value.items()
+        }
     return [strip(item) for item in value] if isinstance(value, list) else value
 
 
@@ -85,6 +116,8 @@ async def test_answers_are_the_recorded_ones(group: str, config: dict[str, Any])
     assert len(cases) > 20
     async with live(**config) as server:
         if group == "probe":
-            server.server.kv_event_sources = json.loads(next(c for c in cases if c["name"] == "kv_event_sources")["response"]["body"])
+            server.server.kv_event_sources = json.loads(
+                next(c for c in cases if c["name"] == "kv_event_sources")["response"]["body"]
+            )
         differences = [line for case in cases for line in await replay(server, case)]
     assert differences == []

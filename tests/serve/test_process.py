@@ -51,7 +51,7 @@ class ServerProcess:
             while True:
                 try:
                     (await RawClient.connect(self.port)).leave("fin")
-                except ConnectionRefusedError:
+                except ConnectionError:
                     return
 
 

@@ -12,6 +12,14 @@ _SWITCHES = {
     "VLLM_ENABLE_RESPONSES_API_STORE": "--enable-responses-store",
     "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH": "--keep-alive-on-engine-death",
 }
+_VALUES = {
+    "SIM_MODEL": "model",
+    "VLLM_API_KEY": "api-key",
+    "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "timeout-keep-alive",
+    "PYTHONHASHSEED": "hash-seed",
+    "POD_NAME": "pod-name",
+    "POD_NAMESPACE": "pod-namespace",
+}
 _ANY_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
@@ -29,7 +37,7 @@ def serve(context: typer.Context) -> None:
         typer.echo(help_text())
         return
     try:
-        parsed = parse_args([*context.args, *(flag for flag in _environment_flags())])
+        parsed = parse_args([*context.args, *environment_flags(context.args)])
     except UsageError as error:
         typer.echo(f"windtunnel serve: {error}", err=True)
         raise typer.Exit(USAGE) from None
@@ -40,15 +48,23 @@ def serve(context: typer.Context) -> None:
     run(parsed.config)
 
 
-def _environment_flags() -> list[str]:
+def environment_flags(args: list[str]) -> list[str]:
     """The environment variables of the real server that have a flag here."""
     flags = []
     for variable, flag in _SWITCHES.items():
         if os.environ.get(variable, "").lower() in ("1", "true"):
             flags.append(flag)
-    if os.environ.get("VLLM_API_KEY"):
-        flags += ["--api-key", os.environ["VLLM_API_KEY"]]
+    for variable, flag in _VALUES.items():
+        if os.environ.get(variable) and not named(flag, args):
+            flags += [f"--{flag}={os.environ[variable]}"]
     return flags
+
+
+def named(flag: str, args: list[str]) -> bool:
+    """Whether the command line names this flag: it beats the environment. A model may come without its flag."""
+    if flag == "model" and args and not args[0].startswith("-"):
+        return True
+    return any(arg == f"--{flag}" or arg.startswith(f"--{flag}=") for arg in args)
 
 
 def help_text() -> str:

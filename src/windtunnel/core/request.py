@@ -55,5 +55,9 @@ class EngineRequest:
     kv_transfer: Mapping[str, Any] | None = None
     bootstrap: tuple[str, int | None, int] | None = None
     """SGLang P/D: (host, port, room)."""
+    extra_key: str | None = None
+    """SGLang: a further part of the radix cache's namespace."""
+    routing_key: str | None = None
+    """SGLang: what `--schedule-policy routing-key` groups by (header `x-smg-routing-key`)."""
     tags: Mapping[str, str] = field(default_factory=dict)
     """Plain values for `/debug/requests` (family, route); no engine reads them."""

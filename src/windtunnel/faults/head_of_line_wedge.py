@@ -1,4 +1,4 @@
-"""Fault `head-of-line-wedge`: the KV pool holds only half a context, so a longer prompt at the head blocks all (vLLM #39734)."""
+"""Fault `head-of-line-wedge`: the KV pool holds only half a context, a longer prompt at its head blocks all (vLLM #39734)."""
 
 from dataclasses import replace
 from typing import Any

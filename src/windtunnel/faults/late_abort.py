@@ -11,7 +11,7 @@ from windtunnel.serve.seams import Seams
 
 
 class LateEngine(Proxy):
-    """Keeps aborts back. They are carried out by the first `advance` after their time, so the engine must be at work or woken."""
+    """Keeps aborts back. They are carried out by the first `advance` after their time."""
 
     def __init__(self, inner: Any, delay_ns: int) -> None:
         super().__init__(inner)

@@ -9,7 +9,7 @@ from starlette.routing import Match, Route, Router
 from windtunnel.serve import operations
 from windtunnel.serve.asgi import Endpoint, Receive, Scope, Send, send_error
 from windtunnel.serve.generate import GenerateRoute
-from windtunnel.serve.middleware import ApiKeys, HttpMetrics, RequestIds
+from windtunnel.serve.middleware import ApiKeys, HttpMetrics, PodHeaders, RequestIds
 from windtunnel.serve.responses import ResponsesRoute
 from windtunnel.serve.state import Server
 from windtunnel.wire.family import Family
@@ -65,6 +65,8 @@ def build(server: Server) -> Any:
     app = CORSMiddleware(app, allow_origins=config.allowed_origins, allow_methods=["*"], allow_headers=["*"])
     if config.api_keys:
         app = ApiKeys(app, keys=config.api_keys)
+    if config.pod_name or config.pod_namespace:
+        app = PodHeaders(app, config.pod_name, config.pod_namespace, config.port)
     if config.enable_request_id_headers:
         app = RequestIds(app)
     return server.seams.wrap_app(app)

@@ -60,6 +60,7 @@ class EngineSettings:
     max_loras: int = 1
     async_scheduling: bool = False
     prefix_caching_hash_algo: str = "sha256"
+    hash_seed: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,6 @@ class ServeConfig:
     num_labels: int = 2
     enable_prompt_tokens_details: bool = False
     enable_per_request_metrics: bool = False
-    enable_scale_out: bool = False
     enable_force_include_usage: bool = False
     enable_auto_tool_choice: bool = False
     enable_request_id_headers: bool = False
@@ -124,6 +124,8 @@ class ServeConfig:
     shutdown_outcome: Literal["error", "clean", "hang"] = "error"
     watchdog_ns: int = 5 * S
     keep_alive_on_engine_death: bool = False
+    pod_name: str | None = None
+    pod_namespace: str | None = None
     startup_ns: int = 0
     timeout_keep_alive_ns: int = 5 * S
     disable_access_log: bool = False

@@ -23,6 +23,7 @@ def engine_config(config: ServeConfig, tokenizer: Tokenizer) -> VllmEngineConfig
         long_prefill_token_threshold=settings.long_prefill_token_threshold,
         enable_prefix_caching=settings.enable_prefix_caching,
         prefix_caching_hash_algo=settings.prefix_caching_hash_algo,
+        hash_seed=settings.hash_seed,
         max_num_queued_reqs=settings.max_num_queued_reqs,
         max_num_queued_tokens=settings.max_num_queued_tokens,
         max_loras=settings.max_loras if config.lora else 0,

@@ -23,8 +23,14 @@ FAILURES: Mapping[str, WireError] = MappingProxyType(
     }
 )
 
-_TYPES = {400: "BadRequestError", 401: "AuthenticationError", 403: "PermissionDeniedError", 404: "NotFoundError",
-          422: "UnprocessableEntityError", 429: "RateLimitError"}
+_TYPES = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    403: "PermissionDeniedError",
+    404: "NotFoundError",
+    422: "UnprocessableEntityError",
+    429: "RateLimitError",
+}
 
 
 @dataclass(frozen=True, slots=True)

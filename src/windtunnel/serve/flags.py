@@ -11,8 +11,9 @@ from typing import Any
 
 from windtunnel.core.units import parse_duration_ns
 from windtunnel.serve.config import ServeConfig, UsageError
+from windtunnel.serve.config_file import read_config_file
 from windtunnel.serve.failures import FAILURES
-from windtunnel.serve.foreign_flags import FOREIGN_FLAGS
+from windtunnel.serve.foreign_flags import FOREIGN_FLAGS, SHORT_FLAGS
 from windtunnel.serve.seams import resolve
 
 Parse = Callable[[Any], Any]
@@ -44,7 +45,8 @@ def _integer(low: int, high: int = 1 << 62) -> Parse:
             raise ValueError(f"{value!r} is not a whole number")
         number = int(value)
         if not low <= number <= high:
-            raise ValueError(f"{number} is out of range: it must be at least {low}" + (f" and at most {high}" if high < 1 << 62 else ""))
+            bound = f" and at most {high}" if high < 1 << 62 else ""
+            raise ValueError(f"{number} is out of range: it must be at least {low}{bound}")
         return number
 
     return parse
@@ -88,6 +90,15 @@ def _choice(*allowed: str) -> Parse:
         return str(value)
 
     return parse
+
+
+def _mode(value: Any) -> str:
+    """`random` is llm-d-inference-sim's name for sentences of a fixed list."""
+    return _choice("oracle", "echo", "sentence")("sentence" if value == "random" else value)  # type: ignore[no-any-return]
+
+
+def _megabytes(value: Any) -> int:
+    return int(_integer(1, 1024)(value)) * 1024 * 1024
 
 
 def _texts(value: Any) -> tuple[str, ...]:
@@ -196,7 +207,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag("enable-request-id-headers", "enable_request_id_headers", _boolean, "X-Request-Id in answers", switch=True),
     Flag("enable-log-requests", "enable_log_requests", _boolean, "log requests and aborts", switch=True),
     Flag("return-tokens-as-token-ids", "return_tokens_as_token_ids", _boolean, "spell logprob tokens token_id:N", switch=True),
-    Flag("trust-request-chat-template", "trust_request_chat_template", _boolean, "allow chat_template in requests", switch=True),
+    Flag("trust-request-chat-template", "trust_request_chat_template", _boolean, "chat_template in requests", switch=True),
     Flag("max-logprobs", "max_logprobs", _integer(-1), "most alternatives per token"),
     Flag("stream-interval", "stream_interval", _POSITIVE, "tokens per stream chunk"),
     Flag("sse-keep-alive-interval", "sse_keep_alive_interval_ns", _seconds, "comment frames on silent streams", live=True),
@@ -209,25 +220,29 @@ FLAGS: tuple[Flag, ...] = (
     ),
     Flag("startup-duration", "startup_ns", _duration, "how long /health/ready answers 503"),
     Flag("timeout-keep-alive", "timeout_keep_alive_ns", _seconds, "when idle connections are closed"),
-    Flag("disable-access-log", "disable_access_log", _boolean, "no access log", switch=True, aliases=("disable-uvicorn-access-log",)),
+    Flag("disable-access-log", "disable_access_log", _boolean, "no log", switch=True, aliases=("disable-uvicorn-access-log",)),
     Flag("ssl-certfile", "ssl_certfile", _optional(_text), "TLS certificate"),
     Flag("ssl-keyfile", "ssl_keyfile", _optional(_text), "TLS key"),
     Flag("fault", "faults", _texts, "plant a defect (see `windtunnel faults`)", many=True),
     Flag("pacing", "pacing.model", _choice("request", "step"), "per-request model or step model", live=True),
-    Flag("ttft", "pacing.ttft_ns", _duration, "time to first token", live=True, aliases=("time-to-first-token",)),
+    Flag(
+        "ttft", "pacing.ttft_ns", _duration, "time to first token", live=True,
+        aliases=("time-to-first-token", "prefill-overhead"),
+    ),
     Flag("ttft-std", "pacing.ttft_std_ns", _duration, "its spread", live=True, aliases=("time-to-first-token-std-dev",)),
     Flag("itl", "pacing.itl_ns", _duration, "inter-token latency", live=True, aliases=("inter-token-latency",)),
     Flag("itl-std", "pacing.itl_std_ns", _duration, "its spread", live=True, aliases=("inter-token-latency-std-dev",)),
     Flag(
-        "prefill-token-time", "pacing.prefill_token_ns", _duration, "per uncached prompt token", live=True, aliases=("prefill-time-per-token",)
+        "prefill-token-time", "pacing.prefill_token_ns", _duration, "per uncached prompt token", live=True,
+        aliases=("prefill-time-per-token",),
     ),
-    Flag("latency-distribution", "pacing.distribution", _choice("normal", "lognormal", "uniform"), "shape of the spread", live=True),
+    Flag("latency-distribution", "pacing.distribution", _choice("normal", "lognormal", "uniform"), "shape of it", live=True),
     Flag("step-base", "pacing.step_base_ns", _duration, "step model: cost of a step", live=True),
     Flag("step-prefill-token", "pacing.step_prefill_token_ns", _duration, "step model: per prefill token", live=True),
     Flag("step-decode-seq", "pacing.step_decode_seq_ns", _duration, "step model: per running sequence", live=True),
     Flag("time-scale", "pacing.time_scale", _number(0.001, 1000), "divide every simulated duration by this", live=True),
-    Flag("mode", "generation.mode", _choice("oracle", "echo", "sentence"), "what is generated", live=True),
-    Flag("natural-length", "generation.natural_length", _range, "where answers stop by themselves, as LOW:HIGH tokens", live=True),
+    Flag("mode", "generation.mode", _mode, "what is generated: oracle, echo or sentence", live=True),
+    Flag("natural-length", "generation.natural_length", _range, "length of natural answers, as LOW:HIGH tokens", live=True),
     Flag("responses", "generation.responses_file", _optional(_text), "JSONL file of recorded answers"),
     Flag("max-model-len", "scheduler.max_model_len", _POSITIVE, "context window in tokens"),
     Flag("max-num-seqs", "scheduler.max_num_seqs", _POSITIVE, "most sequences in a step", live=True),
@@ -237,22 +252,26 @@ FLAGS: tuple[Flag, ...] = (
     Flag("enable-prefix-caching", "scheduler.enable_prefix_caching", _boolean, "reuse KV of equal prefixes", switch=True),
     Flag("scheduling-policy", "scheduler.scheduling_policy", _choice("fcfs", "priority"), "order of the waiting queue"),
     Flag("watermark", "scheduler.watermark", _number(0, 1), "share of blocks kept free at admission"),
-    Flag("scheduler-reserve-full-isl", "scheduler.reserve_full_isl", _boolean, "admit only prompts that fit whole", switch=True),
+    Flag("scheduler-reserve-full-isl", "scheduler.reserve_full_isl", _boolean, "admit only what fits whole", switch=True),
     Flag("long-prefill-token-threshold", "scheduler.long_prefill_token_threshold", _COUNT, "longest prefill chunk; 0 is off"),
     Flag(
         "max-num-queued-reqs", "scheduler.max_num_queued_reqs", _optional(_COUNT), "waiting limit (503)", live=True,
         aliases=("max-waiting-queue-length",),
     ),
-    Flag("max-num-queued-tokens", "scheduler.max_num_queued_tokens", _optional(_COUNT), "waiting limit in tokens (503)", live=True),
+    Flag("max-num-queued-tokens", "scheduler.max_num_queued_tokens", _optional(_COUNT), "the same in tokens", live=True),
     Flag("max-loras", "scheduler.max_loras", _POSITIVE, "adapters in one step"),
     Flag("async-scheduling", "scheduler.async_scheduling", _boolean, "schedule one step ahead", switch=True),
     Flag(
-        "prefix-caching-hash-algo", "scheduler.prefix_caching_hash_algo", _choice("sha256", "sha256_cbor", "xxhash", "xxhash_cbor"),
-        "block hash",
+        "prefix-caching-hash-algo", "scheduler.prefix_caching_hash_algo",
+        _choice("sha256", "sha256_cbor", "xxhash", "xxhash_cbor"), "block hash",
     ),
-    Flag("failure-injection-rate", "failures.rate_percent", _integer(0, 100), "percent of requests that fail on purpose", live=True),
+    Flag("failure-injection-rate", "failures.rate_percent", _integer(0, 100), "percent that fails on purpose", live=True),
     Flag("failure-types", "failures.types", _failure_types, "how they fail; all kinds when empty", many=True, live=True),
     Flag("max-body-bytes", "limits.body_bytes", _POSITIVE, "largest request body (413)"),
+    Flag("max-request-body-size-mb", "limits.body_bytes", _megabytes, "the same in MiB, as llm-d-inference-sim has it"),
+    Flag("hash-seed", "scheduler.hash_seed", _optional(_text), "seed of block hashes (also PYTHONHASHSEED)"),
+    Flag("pod-name", "pod_name", _optional(_text), "x-inference-pod and x-inference-port in answers (also POD_NAME)"),
+    Flag("pod-namespace", "pod_namespace", _optional(_text), "x-inference-namespace in answers (also POD_NAMESPACE)"),
     Flag("body-timeout", "limits.body_timeout_ns", _duration, "longest time for a body to arrive (408)"),
     Flag("max-head-bytes", "limits.head_bytes", _integer(1024), "largest request head (431)"),
     Flag("head-timeout", "limits.head_timeout_ns", _duration, "longest time for a head to arrive (408)"),
@@ -276,25 +295,47 @@ class ParsedFlags:
 def parse_args(args: Sequence[str]) -> ParsedFlags:
     """Command-line arguments to a configuration. Raises UsageError that names the flag."""
     values: dict[str, Any] = {}
+    named: dict[str, str] = {}
     warnings: list[str] = []
-    for name, given in _split(args):
+    for name, given in _with_file(list(_split(args))):
         flag, value = _lookup(name, given)
         if flag is None:
             warnings.append(f"--{name} is a flag of the real server that means nothing here: ignored")
-        else:
-            values[flag.target] = _parse(flag, f"--{name}", value)
+            continue
+        if named.setdefault(flag.target, name) != name:
+            warnings.append(f"--{named[flag.target]} and --{name} set the same thing: the last one holds")
+            named[flag.target] = name
+        values[flag.target] = _parse(flag, f"--{name}", value)
     if "model" not in values:
         raise UsageError("--model is missing: windtunnel serve --model NAME")
     return ParsedFlags(check(apply_values(ServeConfig(model=values["model"]), values)), tuple(warnings))
+
+
+def _with_file(given: Sequence[tuple[str, list[Any]]]) -> Sequence[tuple[str, list[Any]]]:
+    """What `--config` names comes first, so that the command line beats it."""
+    files = [values for name, values in given if name == "config"]
+    if not files:
+        return given
+    if len(files) > 1 or len(files[0]) != 1:
+        raise UsageError("--config takes one file: a YAML or TOML map of flag names to values")
+    rest = [(name, values) for name, values in given if name != "config"]
+    told = {_BY_NAME[name].target for name, _ in rest if name in _BY_NAME}
+    return [*(item for item in read_config_file(files[0][0]) if _target(item[0]) not in told), *rest]
+
+
+def _target(name: str) -> str | None:
+    flag = _BY_NAME.get(name)
+    return None if flag is None else flag.target
 
 
 def live_changes(config: ServeConfig, changes: Mapping[str, Any]) -> ServeConfig:
     """The configuration after a POST to `/admin/config`: all changes or, with UsageError, none."""
     values = {}
     for key, value in changes.items():
-        flag = LIVE.get(key)
-        if flag is None:
-            raise UsageError(f"{key}: not a setting that can be changed while the server runs; those are {', '.join(sorted(LIVE))}")
+        flag = _BY_NAME.get(key.replace("_", "-"))
+        if flag is None or not flag.live:
+            names = ", ".join(sorted(LIVE))
+            raise UsageError(f"{key}: not a setting that can be changed while the server runs; those are {names}")
         values[flag.target] = _parse(flag, key, value)
     return check(apply_values(config, values))
 
@@ -302,10 +343,11 @@ def live_changes(config: ServeConfig, changes: Mapping[str, Any]) -> ServeConfig
 def check(config: ServeConfig) -> ServeConfig:
     """What no single flag can see."""
     scheduler = config.scheduler
-    if scheduler.num_gpu_blocks - 1 < -(-scheduler.max_model_len // scheduler.block_size):
+    needed = -(-scheduler.max_model_len // scheduler.block_size) + 1
+    if scheduler.num_gpu_blocks < needed:
         raise UsageError(
             f"--num-gpu-blocks-override {scheduler.num_gpu_blocks} is too small: one request of --max-model-len "
-            f"{scheduler.max_model_len} needs {-(-scheduler.max_model_len // scheduler.block_size) + 1} blocks of {scheduler.block_size} tokens"
+            f"{scheduler.max_model_len} needs {needed} blocks of {scheduler.block_size} tokens"
         )
     for name in config.faults:
         _check_fault(name)
@@ -339,11 +381,12 @@ def _split(args: Sequence[str]) -> Iterable[tuple[str, list[str]]]:
         yield "model", [rest.pop(0)]
     while rest:
         head = rest.pop(0)
+        head = f"--{SHORT_FLAGS[head]}" if head in SHORT_FLAGS else head
         if not head.startswith("--"):
             raise UsageError(f"{head!r} stands alone: a value must follow a flag")
         name, has_value, value = head[2:].partition("=")
         values = [value] if has_value else []
-        while not has_value and rest and not rest[0].startswith("--"):
+        while not has_value and rest and not rest[0].startswith("--") and rest[0] not in SHORT_FLAGS:
             values.append(rest.pop(0))
         yield name.replace("_", "-"), values
 
@@ -353,7 +396,7 @@ def _lookup(name: str, given: list[str]) -> tuple[Flag | None, Any]:
     if flag is None and name.startswith("no-") and name[3:] in _BY_NAME and _BY_NAME[name[3:]].switch:
         return _BY_NAME[name[3:]], False
     if flag is None:
-        if name in FOREIGN_FLAGS or name.removeprefix("no-") in FOREIGN_FLAGS:
+        if name.partition(".")[0].removeprefix("no-") in FOREIGN_FLAGS:
             return None, None
         near = get_close_matches(name, [*_BY_NAME, *FOREIGN_FLAGS], n=1)
         raise UsageError(f"--{name} is not a flag" + (f"; did you mean --{near[0]}?" if near else ""))

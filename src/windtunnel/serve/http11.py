@@ -12,6 +12,7 @@ which hides the client's leaving from the one being answered. Here every request
 """
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from typing import Any
 
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+log = logging.getLogger("windtunnel.serve")
 
 LINE = "windtunnel.line"
 _FRAME_END = b"\n\n"
@@ -222,7 +225,7 @@ class LazyFlow(FlowControl):
 class Connection(HttpToolsProtocol):
     """One client connection. Mutable state belongs to the event loop thread."""
 
-    __slots__ = ("_head_bytes", "_in_head", "_lines")
+    __slots__ = ("_head_bytes", "_in_head", "_lines", "_refused")
     """Slots keep the instance dictionary small enough to share its keys: 1.5 KB for each connection."""
 
     limits = HttpLimits()
@@ -238,6 +241,7 @@ class Connection(HttpToolsProtocol):
         self._lines: list[ClientLine] = []
         self._head_bytes = 0
         self._in_head = True
+        self._refused = False
         self.sweeper.watch(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -250,13 +254,14 @@ class Connection(HttpToolsProtocol):
                 line.lost()
 
     def data_received(self, data: bytes) -> None:
+        """A head is limited both by what arrives before it is complete and by what it turns out to hold."""
+        if self.transport.is_closing():
+            return
         if self._in_head:
             self._head_bytes += len(data)
-        if self.parser is None or self.transport.is_closing():
-            return
         super().data_received(data)
-        if self._in_head and self._head_bytes > self.limits.head_bytes and not self.transport.is_closing():
-            self._refuse(b"431 Request Header Fields Too Large", b"Request headers are larger than the limit.")
+        if self._in_head and self._head_bytes > self.limits.head_bytes:
+            self._refuse_head()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -267,6 +272,20 @@ class Connection(HttpToolsProtocol):
         self.sweeper.forget(self)
         self._in_head = False
         self._head_bytes = 0
+        if self._refused:
+            return
+        if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > self.limits.head_bytes:
+            self._refuse_head()
+            return
+        if len(self.pipeline) >= self.limits.pipelined:
+            log.warning("a connection has more than %d requests waiting: cut", self.limits.pipelined)
+            self._refused = True
+            self.transport.abort()
+            return
+        self._begin_request()
+
+    def _begin_request(self) -> None:
+        """Hand the request to the application, or queue it; keep reading, so that the client's leaving is seen."""
         self._lines = [line for line in self._lines if not line.answered]
         if self._lines and not self.pipeline:
             self.pipeline = deque()
@@ -274,8 +293,15 @@ class Connection(HttpToolsProtocol):
         line = ClientLine(self.cycle)
         self.scope[LINE] = line  # type: ignore[typeddict-unknown-key]
         self._lines.append(line)
-        if len(self.pipeline) < self.limits.pipelined:
-            self.flow.resume_reading()
+        self.flow.resume_reading()
+
+    def on_body(self, body: bytes) -> None:
+        if not self._refused:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if not self._refused:
+            super().on_message_complete()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -292,14 +318,23 @@ class Connection(HttpToolsProtocol):
                 return
 
     def head_late(self) -> None:
-        """The sweeper's word that the head has taken too long. A silent connection is left to the keep-alive timeout."""
-        if self._in_head and self._head_bytes and not self.transport.is_closing():
+        """The sweeper's word that the head has taken too long. One who never said a word is not answered."""
+        if not self._in_head or self.transport.is_closing():
+            return
+        if self._head_bytes:
             self._refuse(b"408 Request Timeout", b"The request head did not arrive in time.")
+        else:
+            self.transport.close()
+
+    def _refuse_head(self) -> None:
+        self._refuse(b"431 Request Header Fields Too Large", b"Request headers are larger than the limit.")
 
     def _refuse(self, status: bytes, text: bytes) -> None:
-        head = b"HTTP/1.1 %b\r\ncontent-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b"
-        self.transport.write(head % (status, len(text), text))
-        self.transport.close()
+        self._refused = True
+        if not self.transport.is_closing():
+            head = b"HTTP/1.1 %b\r\ncontent-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b"
+            self.transport.write(head % (status, len(text), text))
+            self.transport.close()
 
 
 class HeadSweeper:

@@ -53,6 +53,27 @@ class RequestIds:
         await self._app(scope, receive, send_with_id)
 
 
+class PodHeaders:
+    """`x-inference-pod`, `-port` and `-namespace` on answers below /v1 and /inference, as llm-d-inference-sim gives them."""
+
+    def __init__(self, app: Endpoint, name: str | None, namespace: str | None, port: int) -> None:
+        self._app = app
+        told = {b"x-inference-pod": name, b"x-inference-port": str(port) if name else None, b"x-inference-namespace": namespace}
+        self._headers = [(key, value.encode("latin-1", "replace")) for key, value in told.items() if value]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not scope["path"].startswith(_GUARDED):
+            await self._app(scope, receive, send)
+            return
+
+        async def send_with_pod(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message["headers"], *self._headers]}
+            await send(message)
+
+        await self._app(scope, receive, send_with_pod)
+
+
 class HttpMetrics:
     """The `http_*` families (§4.5). A client that left counts as 2xx; unknown paths count under handler "none"."""
 
@@ -77,7 +98,7 @@ class HttpMetrics:
 
         try:
             await self._app(scope, receive, watched_send)
-        except Exception:  # noqa: BLE001  whatever it is, the client gets the real server's generic 500
+        except Exception:
             log.exception("a request failed inside the server")
             if started:
                 raise

@@ -1,0 +1,1 @@
+"""Whole clusters in virtual time: engines, network, clients, routing policies, workloads; all seeded."""

@@ -30,12 +30,17 @@ MAX_STEPS_PER_ADVANCE = 256
 class VllmEngine:
     """One data-parallel rank. Implements `windtunnel.core.engine.Engine`."""
 
+    scheduler_type: type[VllmScheduler] = VllmScheduler
+    sequence_type: type[VllmSequence] = VllmSequence
+    step_type: type[Step] = Step
+    completion_type: type[Completion] = Completion
+
     def __init__(self, config: VllmEngineConfig, pacing: Pacing) -> None:
         self.config = config
         self.control = ControlState()
         self._pacing = pacing
         self._log = TransitionLog()
-        self._scheduler = VllmScheduler(config, pacing, self._log)
+        self._scheduler = self.scheduler_type(config, pacing, self._log)
         self._live: dict[str, VllmSequence] = {}
         self._clock_ns = 0
         self._step: Step | None = None
@@ -61,7 +66,7 @@ class VllmEngine:
         self._wake(now_ns)
         refusal = self.control.refusal() or self._overflow(len(requests))
         for request in requests:
-            sequence = VllmSequence(request, self.config, self._arrivals, now_ns)
+            sequence = self.sequence_type(request, self.config, self._arrivals, now_ns)
             self._arrivals += 1
             if refusal is not None:
                 self._log.record(sequence, Event.REFUSE, now_ns, {"reason": refusal.reason})
@@ -173,7 +178,7 @@ class VllmEngine:
         if not stepping:
             return True
         self._steps += 1
-        step = Step(self._steps, self._clock_ns, self.config.max_num_batched_tokens)
+        step = self.step_type(self._steps, self._clock_ns, self.config.max_num_batched_tokens)
         if self.control.scheduling:
             self._scheduler.schedule(step, self._clock_ns)
         if not step.empty:
@@ -193,7 +198,7 @@ class VllmEngine:
         if step is None:
             return StepOutput(at_ns, self._take_notices(), self._log.take())
         self._apply_late_aborts(step, at_ns)
-        completion = Completion(self._scheduler, step, at_ns)
+        completion = self.completion_type(self._scheduler, step, at_ns)
         outputs = completion.run()
         for sequence in completion.first_tokens:
             self._prefill_prompt_tokens -= sequence.prompt_len
@@ -226,7 +231,7 @@ class VllmEngine:
             deferred=len(scheduler.deferred),
             kv_usage=scheduler.pool.usage,
             prefill_tokens=step.prefill_tokens,
-            decode_tokens=len(step.decoding),
+            decode_tokens=step.decode_tokens,
             preemptions=step.preemptions,
             prefix_queries=step.prefix_queries,
             prefix_hits=step.prefix_hits,

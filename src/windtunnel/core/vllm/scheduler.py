@@ -135,7 +135,7 @@ class VllmScheduler:
         elif not self.pacing.lock_step:
             # No time passes between steps: who was preempted must not come back before something else has changed.
             self._note_blocked()
-        step.context_tokens += self.kv_tokens + step.prefill_tokens + len(step.decoding)
+        step.context_tokens += self.kv_tokens + step.prefill_tokens + step.decode_tokens
 
     def _schedule_running(self, step: Step, now_ns: int) -> None:
         due = list(self.running.values()) if self.pacing.lock_step else self._ready.take_due(now_ns, self.running)

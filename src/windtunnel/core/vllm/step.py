@@ -39,8 +39,12 @@ class Step:
         return sum(tokens for _sequence, tokens in self.prefilling)
 
     @property
+    def decode_tokens(self) -> int:
+        return len(self.decoding)
+
+    @property
     def plan(self) -> StepPlan:
-        return StepPlan(self.prefill_tokens, len(self.decoding), self.context_tokens)
+        return StepPlan(self.prefill_tokens, self.decode_tokens, self.context_tokens)
 
     @property
     def empty(self) -> bool:

@@ -44,7 +44,7 @@ def _load(server: Server, call: Call) -> Reply:
 
 
 def _exists(server: Server, path: str) -> bool:
-    """A simulated adapter needs no files: the path of one known at start, an existing folder, or anything with a slash or scheme."""
+    """A simulated adapter needs no files: a path that is known, exists, or has a slash or a scheme in it."""
     known = {lora.path for lora in server.env.loras.values()}
     return path in known or "/" in path or Path(path).exists()
 

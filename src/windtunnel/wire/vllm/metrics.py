@@ -347,8 +347,11 @@ class VllmMetrics:
         if counter is not None:
             counter.inc()
 
-    def on_step(self, rank: int, step: StepOutput, now_ns: int) -> None:
-        """One step of engine `rank`, read by the front end at `now_ns`; to be called before `on_finished` for its outputs."""
+    def on_step(self, rank: int, step: StepOutput, now_ns: int, *, in_runs: int = 0) -> None:
+        """One step of engine `rank`, read by the front end at `now_ns`; to be called before `on_finished` for its outputs.
+
+        `in_runs`: tokens of this step that are not among its outputs but come by `on_run`.
+        """
         engine = self._engines[rank]
         for transition in step.transitions:
             timings = self._live.get(transition.request_id)
@@ -356,8 +359,24 @@ class VllmMetrics:
                 timings.fold(transition)
         if step.stats is not None:
             self._fold_stats(engine, step.stats)
-        if step.outputs:
-            self._fold_outputs(engine, step, now_ns)
+        if step.outputs or in_runs:
+            self._fold_outputs(engine, step, now_ns, in_runs)
+
+    def on_run(self, rank: int, request_id: str, times_ns: Sequence[int]) -> None:
+        """Tokens of one sequence after its first, one for each of these times."""
+        timings = self._live.get(request_id)
+        if timings is None or not times_ns:
+            return
+        engine = self._engines[rank]
+        befores = (timings.last_token_ns, *times_ns[:-1])
+        engine.histogram["inter_token_latency_seconds"].observe_many(
+            [(at_ns - before_ns) / S for at_ns, before_ns in zip(times_ns, befores, strict=True)]
+        )
+        timings.last_token_ns = times_ns[-1]
+        timings.generated += len(times_ns)
+        engine.value["generation_tokens"].value += len(times_ns)
+        engine.value["num_preemptions"].value += timings.unreported_preemptions
+        timings.unreported_preemptions = 0
 
     def _fold_stats(self, engine: _EngineChildren, stats: StepStats) -> None:
         value, enum = engine.value, engine.enum
@@ -373,7 +392,7 @@ class VllmMetrics:
             adapters = ",".join(stats.waiting_loras), ",".join(stats.running_loras)
             self._lora.child(str(self._max_loras), *adapters).value = self._clock_s()
 
-    def _fold_outputs(self, engine: _EngineChildren, step: StepOutput, now_ns: int) -> None:
+    def _fold_outputs(self, engine: _EngineChildren, step: StepOutput, now_ns: int, in_runs: int) -> None:
         computed = generated = preemptions = 0
         latencies: list[float] = []
         for output in step.outputs:
@@ -390,7 +409,7 @@ class VllmMetrics:
             preemptions += timings.unreported_preemptions
             timings.unreported_preemptions = 0
         engine.histogram["inter_token_latency_seconds"].observe_many(latencies)
-        engine.histogram["iteration_tokens_total"].observe(computed + generated)
+        engine.histogram["iteration_tokens_total"].observe(computed + generated + in_runs)
         engine.value["generation_tokens"].value += generated
         engine.value["num_preemptions"].value += preemptions
 

@@ -1,0 +1,220 @@
+"""One scenario twice: on a live server (a process, over HTTP) and in `sim`. Compares medians and counts.
+
+    python -m bench.agreement [steady] [burst]
+
+`steady`: Poisson arrivals below capacity, every tenth client leaves early. `burst`: a thousand a second for a moment, into a
+server that takes 28 at a time.
+
+The live side starts `python -m windtunnel serve` with the same pacing, sends the same prompts at the same times, and aborts
+the same requests after the same number of tokens. Prints one JSON line: both sides' counts, medians of TTFT, inter-token
+latency and E2E, and their ratios.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import socket
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+from windtunnel.sim.cluster import Cluster
+from windtunnel.sim.kernel import Kernel
+from windtunnel.sim.scenario import Scenario, parse_scenario
+from windtunnel.sim.workload import Question
+from windtunnel.sim.workloads import make_workload
+
+PATIENCE_S = 30.0
+ABORT_EVERY, ABORT_TOKENS = 10, 8
+
+
+WORKLOADS: dict[str, dict[str, Any]] = {
+    "steady": {"kind": "poisson", "rate": 12.0, "requests": 250},
+    "burst": {"kind": "constant", "rate": 1000.0, "requests": 60},
+}
+
+
+def scenario(name: str) -> Scenario:
+    """A step of some 30 ms, so that the live server's own work is small beside it."""
+    config = {
+        "max_model_len": 32768,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 8192,
+        "num_blocks": 16384,
+        "max_num_queued_reqs": 28,
+    }
+    return parse_scenario(
+        {
+            "engines": [{"config": config, "pacing": {"base": "25ms", "prefill_token": "20us", "decode_seq": "300us"}}],
+            "network": {"client_router": "0", "router_engine": "0", "bandwidth_mbit": 1e9},
+            "workload": {"prompt_tokens": "uniform:50:400", "output_tokens": "uniform:10:60", **WORKLOADS[name]},
+            "clients": {"abort": {"when": "tokens", "tokens": ABORT_TOKENS}},
+            "duration": "1h",
+            "metrics": False,
+        }
+    )
+
+
+@dataclass(slots=True)
+class Side:
+    """What the clients of one side have seen. Times in milliseconds."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    ttft_ms: list[float] = field(default_factory=list)
+    itl_ms: list[float] = field(default_factory=list)
+    e2e_ms: list[float] = field(default_factory=list)
+
+    def add(self, outcome: str, started: float, times: list[float], ended: float) -> None:
+        """Times in seconds."""
+        self.outcomes[outcome] += 1
+        if outcome == "finished":
+            self.ttft_ms.append((times[0] - started) * 1000)
+            self.e2e_ms.append((ended - started) * 1000)
+            self.itl_ms += [(after - before) * 1000 for before, after in pairwise(times)]
+
+    def medians(self) -> dict[str, float]:
+        return {name: round(median(getattr(self, name)), 3) for name in ("ttft_ms", "itl_ms", "e2e_ms")}
+
+
+def leaves(question: Question) -> bool:
+    return question.number % ABORT_EVERY == ABORT_EVERY - 1 and question.output_tokens > 2 * ABORT_TOKENS
+
+
+def simulated(wanted: Scenario) -> Side:
+    side, cluster = Side(), Cluster(wanted, keep_rows=False)
+    clients = cluster.clients
+    recorded = clients._on_ended
+
+    def ended(call: Any) -> None:
+        recorded(call)
+        times = [at_ns / 1e9 for at_ns in call.attempts[-1].times_ns]
+        side.add(call.outcome, call.started_ns / 1e9, times, call.ended_ns / 1e9)
+
+    clients._on_ended = ended
+    clients.leaves = leaves
+    cluster.run()
+    return side
+
+
+async def lived(wanted: Scenario) -> Side:
+    side = Side()
+    questions = list(make_workload(wanted.workload, Kernel(wanted.seed).stream, wanted.duration).arrivals())
+    async with server(wanted) as port:
+        await ask(port, Question(-1, (600,) * 64, 4), time.perf_counter(), Side())
+        zero_s = time.perf_counter() + 0.5
+        async with asyncio.TaskGroup() as tasks:
+            for at_ns, question in questions:
+                tasks.create_task(ask(port, question, zero_s + at_ns / 1e9, side))
+    return side
+
+
+@contextlib.asynccontextmanager
+async def server(wanted: Scenario) -> AsyncIterator[int]:
+    """A live server with the scenario's engine, on a free port."""
+    port, engine = _free_port(), wanted.engines[0]
+    flags = {
+        "pacing": "step",
+        "step-base": f"{engine.pacing.base}ns",
+        "step-prefill-token": f"{engine.pacing.prefill_token}ns",
+        "step-decode-seq": f"{engine.pacing.decode_seq}ns",
+        **{name.replace("_", "-"): value for name, value in engine.config.items() if name != "num_blocks"},
+        "num-gpu-blocks-override": engine.config["num_blocks"],
+    }
+    arguments = [text for name, value in flags.items() for text in (f"--{name}", str(value))]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "windtunnel", "serve", "--model", "m", "--port", str(port), "--disable-access-log", *arguments,
+        stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            while not await _healthy(port):  # noqa: ASYNC110 (another process: there is nothing to wait for)
+                await asyncio.sleep(0.05)
+        yield port
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+async def _healthy(port: int) -> bool:
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    except OSError:
+        return False
+    writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    status = await reader.readline()
+    writer.close()
+    return b" 200 " in status
+
+
+async def ask(port: int, question: Question, at_s: float, side: Side) -> None:
+    """One streamed completion, sent at `at_s`; the socket is open beforehand."""
+    body = {
+        "model": "m",
+        "prompt": list(question.prompt_token_ids),
+        "max_tokens": question.output_tokens,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    data = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    await asyncio.sleep(max(0.0, at_s - time.perf_counter() - 0.1))
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    await asyncio.sleep(max(0.0, at_s - time.perf_counter()))
+    started_s = time.perf_counter()
+    writer.write(head.encode() + data)
+    status = int((await reader.readline()).split()[1])
+    outcome, times = ("refused", []) if status == 503 else await _read(reader, ABORT_TOKENS if leaves(question) else None)
+    side.add(outcome, started_s, times, time.perf_counter())
+    writer.close()
+
+
+async def _read(reader: asyncio.StreamReader, limit: int | None) -> tuple[str, list[float]]:
+    """Times of the frames with a token, until `[DONE]` or `limit` of them."""
+    times: list[float] = []
+    while line := await reader.readline():
+        if line.startswith(b"data: {") and b'"text":""' not in line:
+            times.append(time.perf_counter())
+            if len(times) == limit:
+                return "aborted", times
+        elif line.startswith(b"data: [DONE]"):
+            return "finished", times
+    return "failed", times
+
+
+def compare(name: str) -> dict[str, Any]:
+    wanted = scenario(name)
+    live, sim = asyncio.run(lived(wanted)), simulated(wanted)
+    medians = {"live": live.medians(), "sim": sim.medians()}
+    ratios = {measure: round(medians["live"][measure] / value, 4) for measure, value in medians["sim"].items()}
+    counts = {"live": dict(sorted(live.outcomes.items())), "sim": dict(sorted(sim.outcomes.items()))}
+    return {"counts": counts, "medians": medians, "live_over_sim": ratios}
+
+
+def run() -> dict[str, Any]:
+    """For `make bench`."""
+    return {name: compare(name) for name in WORKLOADS}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", choices=[[], *WORKLOADS], default=[])
+    for name in parser.parse_args().names or WORKLOADS:
+        print(json.dumps({"scenario": name, **compare(name)}))
+
+
+if __name__ == "__main__":
+    main()

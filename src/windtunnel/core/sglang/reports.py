@@ -1,0 +1,110 @@
+"""When an SGLang scheduler writes its gauges, and what it writes (SGLang reference §6.1, §6.3, §9).
+
+Gauges are written with each prefill batch, with every fortieth decode step, and when the loop is idle: at once if the
+published number of running requests is wrong, else 30 s after the last report. In between they stand still, whatever happens.
+"""
+
+from collections.abc import Mapping
+
+from windtunnel.core.outputs import StepStats
+from windtunnel.core.sglang.batch import Batch
+from windtunnel.core.sglang.scheduler import SglangScheduler
+from windtunnel.core.units import S
+
+
+class Reports:
+    """Owned by one loop: what has happened since the last report, and what that said."""
+
+    def __init__(self, scheduler: SglangScheduler) -> None:
+        self._scheduler = scheduler
+        self._decode_steps = 0
+        self._prefill_tokens = self._decode_tokens = self._preemptions = self._queries = self._hits = 0
+        self._throughput_tokens = 0
+        self._throughput_since_ns = 0
+        self._throughput = 0.0
+        self._hit_rate = 0.0
+        self._changed = False
+        self.last_ns = 0
+        self.published_running = 0
+        self.running_of_batch: int | None = None
+        """On a P/D prefill worker: the size of the last batch, shown as `num_running_reqs`."""
+
+    def note(self, batch: Batch) -> bool:
+        """Count a batch that has ended. True: it is to be reported."""
+        self._changed = True
+        if batch.prefill:
+            new, cached = batch.new_tokens, batch.cached_tokens
+            self._prefill_tokens += new
+            self._queries += new + cached
+            self._hits += cached
+            self._hit_rate = cached / (new + cached) if new + cached else 0.0
+            return True
+        self._decode_steps += 1
+        self._decode_tokens += len(batch.decoding)
+        self._throughput_tokens += len(batch.decoding)
+        return self._decode_steps % self._scheduler.config.decode_log_interval == 0
+
+    def retracted(self, count: int) -> None:
+        self._preemptions += count
+
+    def changed(self) -> None:
+        """Something that gauges show has happened outside a batch."""
+        self._changed = True
+
+    def idle_due_ns(self, now_ns: int, running: int) -> int | None:
+        """When an idle loop reports next; None if nothing has changed since."""
+        if self.published_running != running:
+            return now_ns
+        return max(now_ns, self.last_ns + self._scheduler.config.idle_report_ns) if self._changed else None
+
+    def make(self, at_ns: int, extra: Mapping[str, float], batch: Batch | None) -> StepStats:
+        """The report itself: gauges as they are, increments since the last one. `batch` is None for an idle report."""
+        scheduler = self._scheduler
+        running = self._running(batch)
+        if batch is None or not batch.prefill:
+            self._measure(at_ns, idle=batch is None)
+        stats = StepStats(
+            running=running,
+            waiting=len(scheduler.waiting) + (scheduler.chunked is not None),
+            deferred=len(scheduler.grammar_waits),
+            kv_usage=scheduler.memory.usage,
+            prefill_tokens=self._prefill_tokens,
+            decode_tokens=self._decode_tokens,
+            preemptions=self._preemptions,
+            prefix_queries=self._queries,
+            prefix_hits=self._hits,
+            extra={**self._gauges(), **extra},
+        )
+        self._prefill_tokens = self._decode_tokens = self._preemptions = self._queries = self._hits = 0
+        self.published_running, self.last_ns, self._changed = running, at_ns, False
+        return stats
+
+    def _running(self, batch: Batch | None) -> int:
+        if batch is None:
+            return len(self._scheduler.running)
+        if self.running_of_batch is not None:
+            return self.running_of_batch
+        return batch.running_before if batch.prefill else len(self._scheduler.running)
+
+    def _measure(self, at_ns: int, *, idle: bool) -> None:
+        elapsed_ns = at_ns - self._throughput_since_ns
+        self._throughput = 0.0 if idle or elapsed_ns <= 0 else self._throughput_tokens * S / elapsed_ns
+        self._throughput_tokens, self._throughput_since_ns = 0, at_ns
+
+    def _gauges(self) -> dict[str, float]:
+        scheduler, memory = self._scheduler, self._scheduler.memory
+        usage = round(memory.usage, 2)
+        return {
+            "token_usage": usage,
+            "full_token_usage": usage,
+            "num_used_tokens": memory.used_tokens,
+            "kv_used_tokens": memory.used_tokens,
+            "kv_available_tokens": memory.available_tokens,
+            "kv_evictable_tokens": memory.evictable_tokens,
+            "max_total_num_tokens": memory.capacity,
+            "cache_hit_rate": self._hit_rate,
+            "gen_throughput": self._throughput,
+            "new_token_ratio": scheduler.ratio.value,
+            "num_grammar_queue_reqs": len(scheduler.grammar_waits),
+            "decode_sum_seq_lens": sum(sequence.num_tokens for sequence in scheduler.running),
+        }

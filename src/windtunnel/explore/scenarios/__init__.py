@@ -1,0 +1,1 @@
+"""The two investigations of the design, as models."""

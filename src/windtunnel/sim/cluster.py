@@ -1,0 +1,172 @@
+"""A whole cluster in virtual time: builds the parts of a scenario, runs them, and sums up."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from windtunnel.core.engine import Engine
+from windtunnel.core.units import S
+from windtunnel.sim import faults
+from windtunnel.sim.calls import Call
+from windtunnel.sim.clients import Clients
+from windtunnel.sim.engines import kind_of, make_pacing
+from windtunnel.sim.kernel import Kernel
+from windtunnel.sim.network import Network
+from windtunnel.sim.policies import NEED_KV_EVENTS, PolicyContext, load_policy
+from windtunnel.sim.replica import Replica
+from windtunnel.sim.results import Recorder, conservation, distribution
+from windtunnel.sim.router import Router
+from windtunnel.sim.scenario import EnginesSpec, Scenario
+from windtunnel.sim.timeline import Timeline
+from windtunnel.sim.workload import Question
+from windtunnel.sim.workloads import make_workload
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """`summary` is plain JSON; the rest is for files."""
+
+    summary: dict[str, Any]
+    rows: Sequence[str]
+    metrics: Sequence[bytes]
+    """Prometheus text of each engine; empty when the scenario wants none."""
+    recorder: Recorder
+    timeline: Timeline
+
+
+class Cluster:
+    """One run of one scenario. Owns everything in it."""
+
+    def __init__(self, scenario: Scenario, *, keep_rows: bool = True, kv_events: bool = False) -> None:
+        """`kv_events`: collect them even if the policy has no use for them."""
+        self.scenario = scenario
+        self.kernel = Kernel(scenario.seed)
+        self.recorder = Recorder(scenario.slo, keep_rows=keep_rows)
+        self.timeline = Timeline(scenario.timeline_requests)
+        self.specs: list[EnginesSpec] = [spec for spec in scenario.engines for _ in range(spec.count)]
+        network = Network(scenario.network, self.kernel.stream("network"))
+        hasher = kind_of(self.specs[0]).hasher(self.specs[0])
+        context = PolicyContext(self.kernel.stream("policy"), hasher, len(self.specs))
+        policy = load_policy(scenario.policy, scenario.policy_file, context)
+        self._kv_events = kv_events or scenario.policy in NEED_KV_EVENTS or scenario.policy_file is not None
+        self.router = Router(self.kernel, network, policy, [spec.role for spec in self.specs])
+        self.replicas = [self._replica(index, spec) for index, spec in enumerate(self.specs)]
+        self.router.replicas = self.replicas
+        self.clients = Clients(scenario.clients, self.kernel, network, self.router, self._ended)
+        self.router.client = self.clients
+        self.workload = make_workload(scenario.workload, self.kernel.stream, scenario.duration)
+        self._arrivals = self.workload.arrivals()
+        for fault in scenario.faults:
+            faults.plan(fault, self.kernel, self.replicas[fault.engine], self.router, network)
+
+    def _replica(self, index: int, spec: EnginesSpec) -> Replica:
+        kind = kind_of(spec)
+        pacing = make_pacing(spec.pacing, self.kernel.stream(f"engine.{index}"))
+        metrics = kind.metrics(spec, lambda: self.kernel.now_ns / S) if self.scenario.metrics else None
+
+        def make() -> Engine:
+            return kind.make(spec, pacing, self._kv_events)
+
+        replica = Replica(index, self.kernel, make, self.router, metrics)
+        if self._kv_events:
+            replica.on_kv_events = self.router.on_kv_events
+        if self.timeline.limit:
+            replica.on_transitions = self.timeline.fold
+        return replica
+
+    # The run
+
+    def run(self) -> RunResult:
+        self.start()
+        self.kernel.run(until_ns=self.scenario.duration + self.scenario.drain)
+        return self.finish()
+
+    def start(self) -> None:
+        self._next_arrival()
+
+    def _next_arrival(self) -> None:
+        following = next(self._arrivals, None)
+        if following is not None:
+            at_ns, question = following
+            self.kernel.at(at_ns, partial(self._arrive, question))
+
+    def _arrive(self, question: Question) -> None:
+        self.clients.ask(question)
+        self._next_arrival()
+
+    def _ended(self, call: Call) -> None:
+        self.recorder.add(call)
+        answered = len(call.winner.times_ns) if call.outcome == "finished" and call.winner is not None else None
+        following = self.workload.after(call.question, self.kernel.now_ns, answered)
+        if following is not None:
+            at_ns, question = following
+            self.kernel.at(at_ns, partial(self.clients.ask, question))
+
+    # The end
+
+    def check(self) -> dict[str, int]:
+        """Conservation on both sides and the integrity of every engine. Raises AssertionError."""
+        for replica in self.replicas:
+            replica.check()
+        return conservation(self.clients.sent, self.recorder.outcomes, len(self.clients.live))
+
+    def finish(self) -> RunResult:
+        self.recorder.flush()
+        counts = self.check()
+        texts = [replica.metrics.store.text() for replica in self.replicas if replica.metrics is not None]
+        return RunResult(self._summary(counts), self.recorder.rows, texts, self.recorder, self.timeline)
+
+    def _summary(self, counts: dict[str, int]) -> dict[str, Any]:
+        recorder, clients = self.recorder, self.clients
+        span_ns = max(self.scenario.duration if self.scenario.workload.requests is None else 0, recorder.last_end_ns, 1)
+        hours = span_ns / S / 3600
+        gpu_hours = hours * sum(spec.gpus for spec in self.specs)
+        outcomes = clients.attempt_outcomes
+        return {
+            "seed": self.scenario.seed,
+            "policy": self.scenario.policy if self.scenario.policy_file is None else "file",
+            "virtual_s": round(span_ns / S, 6),
+            "requests": counts,
+            "attempts": {
+                **conservation(clients.attempts, outcomes, clients.attempts - sum(outcomes.values())),
+                "retries": clients.retries,
+                "hedges": clients.hedges,
+            },
+            "ttft": distribution(recorder.ttft_ns),
+            "tpot": distribution(recorder.tpot_ns),
+            "itl": recorder.gaps.summary(),
+            "e2e": distribution(recorder.e2e_ns),
+            "throughput": {
+                "requests_per_s": round(counts["finished"] / (span_ns / S), 4),
+                "output_tokens_per_s": round(recorder.output_tokens / (span_ns / S), 2),
+            },
+            "goodput": {
+                "good": recorder.good,
+                "share": round(recorder.good / counts["sent"], 6) if counts["sent"] else 0.0,
+                "requests_per_s": round(recorder.good / (span_ns / S), 4),
+            },
+            "cost": {
+                "gpu_hours": round(gpu_hours, 6),
+                "gpu_seconds_per_good_request": round(gpu_hours * 3600 / recorder.good, 4) if recorder.good else None,
+            },
+            "prefix_cache": {"prompt_tokens": recorder.prompt_tokens, "cached_tokens": recorder.cached_tokens},
+            "engines": [self._engine_summary(replica) for replica in self.replicas],
+            "events": self.kernel.events,
+        }
+
+    def _engine_summary(self, replica: Replica) -> dict[str, Any]:
+        return {
+            "engine": replica.index,
+            "role": self.specs[replica.index].role,
+            "routed": self.router.routed[replica.index],
+            "steps": replica.steps,
+            "peak_running": replica.peak_running,
+            "peak_waiting": replica.peak_waiting,
+            "sequences": replica.ledger.counts(),
+        }
+
+
+def run(scenario: Scenario, *, keep_rows: bool = True) -> RunResult:
+    """Raises ScenarioError for a scenario that cannot be, AssertionError if anything was lost on the way."""
+    return Cluster(scenario, keep_rows=keep_rows).run()
