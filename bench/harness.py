@@ -52,10 +52,9 @@ def wait_ready(port: int, process: subprocess.Popen[bytes]) -> None:
     while time.monotonic() < deadline:
         if process.poll() is not None:
             raise RuntimeError(f"the server ended with {process.returncode}")
-        with contextlib.suppress(OSError):
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1) as answer:
-                if answer.status == 200:
-                    return
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1) as answer:
+            if answer.status == 200:
+                return
         time.sleep(0.002)
     raise TimeoutError("the server did not become ready")
 

@@ -18,6 +18,8 @@ BODIES = {
         "max_tokens": 50,
         "ignore_eos": True,
     },
+    "/v1/responses": {"model": "wt-model", "input": "storm [wt:7]", "max_output_tokens": 50, "ignore_eos": True},
+    "/v1/messages": {"model": "wt-model", "messages": [{"role": "user", "content": "storm [wt:7]"}], "max_tokens": 50},
 }
 
 

@@ -1,5 +1,6 @@
 """The real Anthropic SDK against a live server: messages whole, streamed, with tools; counting; errors."""
 
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -24,6 +25,11 @@ def client_of(server: LiveServer) -> "anthropic.AsyncAnthropic":
 async def assert_clean(server: LiveServer) -> None:
     await server.until(lambda: not server.server.engine.live() and not len(server.server.jobs))
     server.server.engine.check_integrity()
+
+
+async def read_kinds(stream: AsyncIterator[Any], seen: list[str]) -> None:
+    async for event in stream:
+        seen.append(event.type)
 
 
 async def test_a_whole_message() -> None:
@@ -103,10 +109,9 @@ async def test_an_error_in_mid_stream_closes_the_block_and_ends_without_message_
         stream = await client.messages.create(model=MODEL, messages=HELLO, max_tokens=50, stream=True)
         await server.until(lambda: server.states() == ["decode"])
         server.server.jobs.fail_all(WireError("EngineCore encountered an issue", 500, "InternalServerError"))
-        seen = []
+        seen: list[str] = []
         with pytest.raises(anthropic.APIStatusError, match="EngineCore"):
-            async for event in stream:
-                seen.append(event.type)
+            await read_kinds(stream, seen)
         assert seen[-1] == "content_block_stop" and "message_stop" not in seen
         await assert_clean(server)
 

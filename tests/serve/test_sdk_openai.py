@@ -1,6 +1,7 @@
 """The real OpenAI SDK against a live server: `/v1/responses` whole, streamed, with tools and with a schema."""
 
-from typing import Literal
+from collections.abc import AsyncIterator
+from typing import Any, Literal
 
 import pytest
 from pydantic import BaseModel
@@ -39,16 +40,18 @@ async def assert_clean(server: LiveServer) -> None:
     server.server.engine.check_integrity()
 
 
+async def read_kinds(stream: AsyncIterator[Any], seen: list[str]) -> None:
+    async for event in stream:
+        seen.append(event.type)
+
+
 async def test_a_whole_response() -> None:
     async with live() as server, client_of(server) as client:
         answer = await client.responses.create(
             model=MODEL, input="hello [wt:5]", max_output_tokens=12, instructions="Be brief."
         )
-        assert (
-            answer.status == "incomplete"
-            and answer.incomplete_details
-            and answer.incomplete_details.reason == "max_output_tokens"
-        )
+        assert answer.status == "incomplete"
+        assert answer.incomplete_details and answer.incomplete_details.reason == "max_output_tokens"
         assert answer.output_text and answer.instructions == "Be brief."
         assert answer.usage and answer.usage.output_tokens == 12
         await assert_clean(server)
@@ -142,10 +145,9 @@ async def test_a_failure_after_the_head_cuts_the_stream() -> None:
         stream = await client.responses.create(
             model=MODEL, input="cut [wt:8]", stream=True, extra_body={"stop_token_ids": [10**9]}, max_output_tokens=5
         )
-        seen = []
+        seen: list[str] = []
         with pytest.raises(openai.APIConnectionError):
-            async for event in stream:
-                seen.append(event.type)
+            await read_kinds(stream, seen)
         assert seen == ["response.created", "response.in_progress"]
         await assert_clean(server)
 

@@ -29,12 +29,21 @@ class Detokenizer(Protocol):
 class Tokenizer(Protocol):
     """What the front end needs of a tokenizer. Implementations are immutable and thread-safe."""
 
-    vocab_size: int
-    eos_token_id: int
-    oracle_token_ids: Sequence[Sequence[int]]
-    """For each oracle word, the token ids whose text is the word with one leading space."""
-    plain_text: Sequence[str | None]
-    """Per token id: its text when that never depends on the neighbours (the fast path of streaming), else None."""
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def eos_token_id(self) -> int: ...
+
+    @property
+    def oracle_token_ids(self) -> Sequence[Sequence[int]]:
+        """For each oracle word, the token ids whose text is the word with one leading space."""
+        ...
+
+    @property
+    def plain_text(self) -> Sequence[str | None]:
+        """Per token id: its text when that never depends on the neighbours (the fast path of streaming), else None."""
+        ...
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 

@@ -54,7 +54,7 @@ class _Raw:
 def build(server: Server) -> Any:
     """The application of a vLLM server."""
     config = server.config
-    generating: Sequence[Family] = families(config.runner)
+    generating: Sequence[Family] = families(config.runner, config.convert)
     routes = [
         ExactRoute(path, _generating(server, server.seams.family(family)), ["POST"])
         for family in generating

@@ -102,10 +102,11 @@ class ServeConfig:
     profiler_config: str | None = None
     enable_server_load_tracking: bool = False
     enable_responses_store: bool = False
-    enable_scale_out: bool = False
     disable_fastapi_docs: bool = False
     runner: Runner = "generate"
     convert: Convert | None = None
+    embedding_size: int = 384
+    num_labels: int = 2
     enable_prompt_tokens_details: bool = False
     enable_per_request_metrics: bool = False
     enable_force_include_usage: bool = False

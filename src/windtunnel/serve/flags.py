@@ -202,6 +202,8 @@ FLAGS: tuple[Flag, ...] = (
     Flag("disable-fastapi-docs", "disable_fastapi_docs", _boolean, "no /openapi.json, /docs, /redoc", switch=True),
     Flag("runner", "runner", _choice("generate", "pooling"), "what the model does: text or vectors"),
     Flag("convert", "convert", _optional(_choice("embed", "classify")), "what a pooling model gives"),
+    Flag("embedding-size", "embedding_size", _integer(1, 65536), "dimensions of a pooling model's vectors"),
+    Flag("num-labels", "num_labels", _integer(1, 65536), "classes of a classifying model"),
     Flag("enable-prompt-tokens-details", "enable_prompt_tokens_details", _boolean, "cached tokens in usage", switch=True),
     Flag(
         "enable-per-request-metrics",

@@ -5,6 +5,7 @@ The handler owns the request and the response until the head is sent. After that
 """
 
 import asyncio
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8")]
 _KEEP_ALIVE_FRAME = b": keep-alive\n\n"
+_NO_KEEP_ALIVE = frozenset({"responses", "messages", "generate"})
+"""Families without comment frames: vLLM sends them on chat and completions only (§3.1)."""
 _LATE_REFUSALS = ("paused",)
 """Found at engine input even for a single sequence: a streamed answer has sent its head by then (§3.8)."""
 
@@ -109,7 +112,7 @@ class GenerateRoute:
         if isinstance(job, Refusal):
             answer.fail(refused(job))
         if isinstance(job, Job):
-            keep_alive = self._server.keep_alive(answer, partial(_tokens_so_far, job, answer), _KEEP_ALIVE_FRAME)
+            keep_alive = self._keep_alive(job, answer)
             try:
                 await self._wait(job, answer, scope, end)
             finally:
@@ -119,6 +122,12 @@ class GenerateRoute:
             sink.end_cut()
         elif not line.gone:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _keep_alive(self, job: Job, answer: StreamedAnswer) -> Callable[[], None]:
+        """Starts the comment frames of a silent stream; the result stops them."""
+        if self._family.name in _NO_KEEP_ALIVE:
+            return _nothing
+        return self._server.keep_alive(answer, partial(_tokens_so_far, job, answer), _KEEP_ALIVE_FRAME)
 
     async def _wait(self, job: Job, answer: Answer, scope: Scope, end: "End") -> None:
         """Until the answer has ended or the client has gone."""
@@ -209,6 +218,10 @@ class StallTimer:
         if self._handle is not None:
             self._handle.cancel()
             self._handle = None
+
+
+def _nothing() -> None:
+    """What stops keep-alive where there is none."""
 
 
 def _tokens_so_far(job: Job, answer: Answer) -> int:

@@ -290,7 +290,7 @@ class Connection(HttpToolsProtocol):
             self.pipeline = deque()
         super().on_headers_complete()
         line = ClientLine(self.cycle)
-        self.scope[LINE] = line  # type: ignore[typeddict-unknown-key]
+        self.scope[LINE] = line  # type: ignore[literal-required]
         self._lines.append(line)
         self.flow.resume_reading()
 

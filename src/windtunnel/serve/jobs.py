@@ -8,7 +8,6 @@ calls with one client id cannot collide; choice `j` of `n > 1` is `<j>_<parent>`
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from windtunnel.core.outputs import FinishReason, Refusal, TokenOutput
 from windtunnel.core.request import EngineRequest, TokenSource
@@ -57,7 +56,7 @@ class ChoiceListener:
         lane = self._lane
         if lane is not None and finish_reason is None and error is None and len(token_ids) == 1:
             text = self._texts[token_ids[0]]
-            if text is not None and lane.push(text):
+            if text and lane.push(text):
                 self._lane_tokens += 1
                 return
         self.settle()
@@ -109,17 +108,17 @@ class Job:
 
 
 class PlainTexts(dict[int, bytes]):
-    """Token id to its JSON text, for tokens that stand for themselves and are short; None for others. Filled as tokens are met."""
+    """Token id to its JSON text, for tokens that stand for themselves and are short; b"" for others. Filled as tokens are met."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__()
         self._plain = tokenizer.plain_text
 
-    def __missing__(self, token_id: int) -> Any:
+    def __missing__(self, token_id: int) -> bytes:
         text = self._plain[token_id] if token_id < len(self._plain) else None
         encoded = None if text is None else json_text(text)
         if encoded is None or len(encoded) > LANE_TEXT_MAX:
-            return None
+            encoded = b""
         self[token_id] = encoded
         return encoded
 

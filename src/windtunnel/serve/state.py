@@ -169,6 +169,7 @@ def make_env(config: ServeConfig, tokenizer: Tokenizer, new_id: Callable[[], str
         root=config.model,
         loras=loras,
         version=config.vllm_version,
+        pooling_task=config.convert or "embed",
         stored=stored if config.enable_responses_store else None,
         **model_defaults(config, tokenizer),
     )
@@ -184,6 +185,8 @@ def make_env(config: ServeConfig, tokenizer: Tokenizer, new_id: Callable[[], str
         "return_tokens_as_token_ids",
         "trust_request_chat_template",
         "enable_scale_out",
+        "embedding_size",
+        "num_labels",
     )
     return replace(env, max_body_bytes=config.limits.body_bytes, **{name: getattr(config, name) for name in same_name})
 

@@ -34,7 +34,10 @@ class StoredResponses:
 
 
 class EventLog:
-    """A sink that remembers the events of a background run, for any number of readers. Bounded by the run's own `max_tokens`."""
+    """A sink that remembers the events of a background run, for any number of readers.
+
+    Bounded by the run's own `max_tokens`.
+    """
 
     blocked = False
 

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from windtunnel.core.request import Lora
 from windtunnel.core.tokenizer import Tokenizer
@@ -70,6 +70,12 @@ class ServerEnv:
     enable_per_request_metrics: bool = False
     enable_prompt_embeds: bool = False
     enable_scale_out: bool = False
+    pooling_task: Literal["embed", "classify"] = "embed"
+    """What a pooling model gives."""
+    embedding_size: int = 384
+    """Dimensions of a pooling model's vectors."""
+    num_labels: int = 2
+    """Classes of a classifying model."""
     return_tokens_as_token_ids: bool = False
     trust_request_chat_template: bool = False
     trust_request_mm_kwargs: bool = False

@@ -1,23 +1,31 @@
 """The routes that generate nothing, by subject. One table: path, methods, endpoint."""
 
-from windtunnel.serve.operations import adapters, api, control, debug, engine_info, pages
+from windtunnel.serve.operations import adapters, api, control, debug, docs, engine_info, pages
 from windtunnel.serve.operations.endpoint import Row, Rule, Simple
 from windtunnel.serve.operations.pages import MetricsPage
 from windtunnel.serve.responses import CancelRoute, RetrieveRoute
 from windtunnel.serve.state import Server
+from windtunnel.wire.vllm import families
 
 __all__ = ["table"]
 
 
 def table(server: Server) -> list[Row]:
     """All rows of a vLLM server with this configuration."""
-    rows: list[Row] = [
-        (rule.path, rule.methods, Simple(server, rule.handle, reads_body="POST" in rule.methods)) for rule in rules(server)
-    ]
-    if server.config.runner == "generate":
+    config = server.config
+    rows: list[Row] = [_row(server, rule) for rule in rules(server)]
+    rows.append(("/metrics", None, MetricsPage(server)))
+    if config.runner == "generate":
         rows.append(("/v1/responses/{response_id}", ["GET"], RetrieveRoute(server)))
         rows.append(("/v1/responses/{response_id}/cancel", ["POST"], CancelRoute(server)))
-    return [*rows, ("/metrics", None, MetricsPage(server))]
+    if not config.disable_fastapi_docs:
+        engine_paths = [path for family in families(config.runner, config.convert) for path in family.paths]
+        rows += [_row(server, rule) for rule in docs.rules([*engine_paths, *(row[0] for row in rows)])]
+    return rows
+
+
+def _row(server: Server, rule: Rule) -> Row:
+    return rule.path, rule.methods, Simple(server, rule.handle, reads_body="POST" in rule.methods)
 
 
 def rules(server: Server) -> list[Rule]:

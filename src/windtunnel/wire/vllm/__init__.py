@@ -5,11 +5,21 @@ from collections.abc import Sequence
 from windtunnel.wire.family import Family
 
 
-def families(runner: str = "generate") -> Sequence[Family]:
+def families(runner: str = "generate", convert: str | None = None) -> Sequence[Family]:
     """The families that run requests in the engine, one module each.
 
     Imported here: `wire.env` needs this package's table of versions first.
     """
+    if runner == "pooling":
+        return _pooling(convert)
     from windtunnel.wire.vllm import chat, chat_batch, completions, generate, invocations, messages, responses, scoring
 
     return (completions, chat, chat_batch, responses, messages, generate, invocations, scoring)
+
+
+def _pooling(convert: str | None) -> Sequence[Family]:
+    """Routes follow the model's tasks (vLLM reference §1.5): an embedding model has no `/classify`, a classifier no embeddings."""
+    from windtunnel.wire.vllm import classify, embeddings, pooling, rerank, score
+
+    own: Family = classify if convert == "classify" else embeddings
+    return (own, pooling, score, rerank)

@@ -240,8 +240,8 @@ def _template_kwargs(request: MessagesRequest | CountTokensRequest) -> dict[str,
 
 def _budget(request: MessagesRequest, env: ServerEnv) -> int | None:
     """The thinking budget means nothing to a server without a reasoning parser."""
-    enabled = isinstance(request.thinking, ThinkingEnabled) and env.reasoning_parser is not None
-    return request.thinking.budget_tokens if enabled and isinstance(request.thinking, ThinkingEnabled) else None
+    thinking = request.thinking
+    return thinking.budget_tokens if isinstance(thinking, ThinkingEnabled) and env.reasoning_parser is not None else None
 
 
 def _output_values(config: OutputConfig | None) -> dict[str, Any]:
@@ -380,7 +380,13 @@ class MessageEncoder:
     def _start(self) -> bytes:
         self._started = True
         spec = self._spec
-        message = {"id": spec.response_id, "type": "message", "role": "assistant", "content": [], "model": spec.model}
+        message: dict[str, Any] = {
+            "id": spec.response_id,
+            "type": "message",
+            "role": "assistant",
+            "content": [],
+            "model": spec.model,
+        }
         message |= {"stop_reason": None, "stop_sequence": None}
         message["usage"] = {"input_tokens": spec.prompt_tokens, "output_tokens": 0}
         return _event("message_start", {"message": message})

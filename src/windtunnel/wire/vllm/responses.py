@@ -29,7 +29,7 @@ TOKEN_LIMIT = "max_output_tokens"
 
 @dataclass(frozen=True, slots=True)
 class ResponseSpec:
-    """What a response is written from. `before` and `after` are the members around what only the end knows."""
+    """What a response is written from."""
 
     env: ServerEnv
     chat: chat.ChatSpec
@@ -214,11 +214,12 @@ def _text_value(request: ResponsesRequest) -> dict[str, Any] | None:
 
 _OWN_RELEASE = ("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier")
 _ORDER = (
-    "id", "created_at", "incomplete_details", "instructions", "metadata", "model", "object", "output", "parallel_tool_calls",
-    "temperature", "tool_choice", "tools", "top_p", "background", "max_output_tokens", "max_tool_calls", "previous_response_id",
-    "prompt", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "reasoning", "safety_identifier", "service_tier",
-    "status", "text", "top_logprobs", "truncation", "usage", "user", "metrics", "presence_penalty", "frequency_penalty",
-    "kv_transfer_params", "ec_transfer_params", "input_messages", "output_messages",
+    "id", "created_at", "incomplete_details", "instructions", "metadata", "model", "object", "output",
+    "parallel_tool_calls", "temperature", "tool_choice", "tools", "top_p", "background", "max_output_tokens",
+    "max_tool_calls", "previous_response_id", "prompt", "prompt_cache_key", "prompt_cache_options",
+    "prompt_cache_retention", "reasoning", "safety_identifier", "service_tier", "status", "text", "top_logprobs",
+    "truncation", "usage", "user", "metrics", "presence_penalty", "frequency_penalty", "kv_transfer_params",
+    "ec_transfer_params", "input_messages", "output_messages",
 )  # fmt: skip
 
 

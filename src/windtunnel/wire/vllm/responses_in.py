@@ -194,7 +194,7 @@ class ResponsesRequest(fields.OpenModel):
     temperature: float | None = None
     text: TextConfig | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoiceFunction | ToolChoiceOther = "auto"
-    tools: list[_AnyTool] = []
+    tools: list[_AnyTool] = Field(default_factory=list)
     top_logprobs: int | None = 0
     top_p: float | None = None
     top_k: int | None = None
@@ -221,8 +221,8 @@ class ResponsesRequest(fields.OpenModel):
     structured_outputs: fields.StructuredOutputs | None = None
     repetition_penalty: float | None = None
     seed: Int64 | None = None
-    stop: str | fields.StopList | None = []
-    stop_token_ids: list[int] | None = []
+    stop: str | fields.StopList | None = None
+    stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
     vllm_xargs: fields.Xargs | None = None
     kv_transfer_params: dict[str, Any] | None = None

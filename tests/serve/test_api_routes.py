@@ -1,0 +1,161 @@
+"""Routes beside the four streaming families: pooling models, documents, scoring, rendering."""
+
+import base64
+import json
+import math
+import struct
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tests.conformance.cases import golden_folder
+from tests.serve.live import FOREVER_NS, LiveServer, RawClient, live, request_bytes
+
+GOLDEN = golden_folder()
+POOLING = {"runner": "pooling"}
+CLASSIFY = {"runner": "pooling", "convert": "classify", "num_labels": 3}
+
+
+def client_of(server: LiveServer) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=server.url, timeout=20)
+
+
+async def post(client: httpx.AsyncClient, path: str, **body: Any) -> Any:
+    answer = await client.post(path, json={"model": "wt-model"} | body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+@pytest.mark.skipif(GOLDEN is None, reason="no recordings: WINDTUNNEL_GOLDEN does not hold vllm/openapi.json")
+async def test_the_openapi_document_has_the_recorded_operations() -> None:
+    assert isinstance(GOLDEN, Path)
+    recorded = json.loads((GOLDEN / "openapi.json").read_text())
+    async with live() as server, client_of(server) as client:
+        ours = (await client.get("/openapi.json")).json()
+    assert list(ours["paths"]) == list(recorded["paths"])
+    for path, operations in recorded["paths"].items():
+        assert {key: value["operationId"] for key, value in ours["paths"][path].items()} == {
+            key: value["operationId"] for key, value in operations.items()
+        }
+
+
+async def test_documents_can_be_switched_off() -> None:
+    async with live(disable_fastapi_docs=True) as server, client_of(server) as client:
+        for path in ("/openapi.json", "/docs", "/redoc"):
+            assert (await client.get(path)).status_code == 404
+
+
+async def test_a_generation_model_has_no_pooling_routes_and_the_other_way_round() -> None:
+    async with live() as server, client_of(server) as client:
+        for path in ("/v1/embeddings", "/pooling", "/classify", "/score", "/rerank"):
+            assert (await client.post(path, json={})).json() == {"detail": "Not Found"}
+    async with live(**POOLING) as server, client_of(server) as client:
+        for path in ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/classify", "/v1/messages/count_tokens"):
+            assert (await client.post(path, json={})).json() == {"detail": "Not Found"}
+
+
+async def test_embeddings_are_unit_vectors_of_their_tokens() -> None:
+    async with live(**POOLING) as server, client_of(server) as client:
+        answer = await post(client, "/v1/embeddings", input=["the cat", "the cat", "a dog"])
+        vectors = [entry["embedding"] for entry in answer["data"]]
+        assert [len(vector) for vector in vectors] == [384] * 3
+        assert all(math.isclose(sum(value**2 for value in vector), 1) for vector in vectors)
+        assert vectors[0] == vectors[1] != vectors[2]
+        assert (
+            answer["usage"]["completion_tokens"] == 0
+            and answer["usage"]["total_tokens"] == answer["usage"]["prompt_tokens"] > 0
+        )
+        packed = await post(client, "/v1/embeddings", input="the cat", encoding_format="base64")
+        floats = struct.unpack("<384f", base64.b64decode(packed["data"][0]["embedding"]))
+        assert all(math.isclose(one, other, abs_tol=1e-6) for one, other in zip(floats, vectors[0], strict=True))
+        short = (await post(client, "/v1/embeddings", input="the cat", dimensions=8))["data"][0]["embedding"]
+        assert len(short) == 8 and math.isclose(sum(value**2 for value in short), 1)
+        refused = await client.post("/v1/embeddings", json={"input": "x", "dimensions": 385})
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "dimensions"
+
+
+async def test_the_openai_sdk_reads_embeddings() -> None:
+    openai = pytest.importorskip("openai")
+    async with (
+        live(**POOLING) as server,
+        openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as client,
+    ):
+        answer = await client.embeddings.create(model="wt-model", input=["one", "two"])
+        assert [entry.index for entry in answer.data] == [0, 1] and len(answer.data[0].embedding) == 384
+
+
+async def test_scores_and_reranking_prefer_shared_words() -> None:
+    async with live(**POOLING) as server, client_of(server) as client:
+        documents = ["a quiet street", "the cat sat", "the cat sat on the mat"]
+        scores = [row["score"] for row in (await post(client, "/score", text_1="the cat sat", text_2=documents))["data"]]
+        assert max(scores) == scores[1] and math.isclose(scores[1], 1)
+        ranked = await post(client, "/v1/rerank", query="the cat sat", documents=documents, top_n=2)
+        assert [row["index"] for row in ranked["results"]] == [1, 2]
+        uneven = await client.post("/v1/score", json={"text_1": ["a", "b"], "text_2": ["a", "b", "c"]})
+        assert uneven.status_code == 400
+
+
+async def test_a_classifier_gives_probabilities() -> None:
+    async with live(**CLASSIFY) as server, client_of(server) as client:
+        (entry,) = (await post(client, "/classify", input="the cat"))["data"]
+        assert entry["num_classes"] == len(entry["probs"]) == 3 and math.isclose(sum(entry["probs"]), 1)
+        assert entry["label"] == f"LABEL_{entry['probs'].index(max(entry['probs']))}"
+        assert (await post(client, "/pooling", input="the cat"))["data"][0]["data"] == entry["probs"]
+        assert (await client.post("/v1/embeddings", json={"input": "x"})).status_code == 404
+
+
+async def test_a_prompt_as_long_as_the_context_is_pooled_and_a_longer_one_refused() -> None:
+    async with live(**POOLING, scheduler__max_model_len=64) as server, client_of(server) as client:
+        assert (await post(client, "/pooling", input=[7] * 64))["usage"]["prompt_tokens"] == 64
+        refused = await client.post("/pooling", json={"input": [7] * 65})
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "input_tokens"
+        server.server.engine.check_integrity()
+
+
+async def test_pooling_requests_queue_in_the_engine_and_leave_it_with_their_client() -> None:
+    async with live(**POOLING, pacing__ttft_ns=FOREVER_NS) as server:
+        client = await RawClient.connect(server.port)
+        client.send(request_bytes("/v1/embeddings", {"input": ["one", "two"]}))
+        await server.until(lambda: server.states() == ["prefill", "prefill"])
+        client.leave("rst")
+        await server.until(lambda: not server.states() and not len(server.server.jobs))
+        server.server.engine.check_integrity()
+
+
+async def test_what_render_gives_is_what_generate_takes() -> None:
+    async with live(enable_scale_out=True) as server, client_of(server) as client:
+        said = {"messages": [{"role": "user", "content": "hello [wt:5]"}], "max_tokens": 5}
+        rendered = await post(client, "/v1/messages/render", **said)
+        assert rendered["token_ids"] == (await post(client, "/v1/chat/completions/render", **said))["token_ids"]
+        tokens = (await post(client, "/inference/v1/generate", **rendered))["choices"][0]["token_ids"]
+        assert len(tokens) == 5
+        chat = await post(client, "/v1/chat/completions", **said, return_token_ids=True)
+        assert chat["choices"][0]["token_ids"] == tokens
+
+
+async def test_generative_scores_are_probabilities() -> None:
+    async with live() as server, client_of(server) as client:
+        answer = await post(client, "/generative_scoring", query="good?", items=["yes", "no"], label_token_ids=[44, 45])
+        assert all(0 < row["score"] < 1 for row in answer["data"]) and answer["usage"]["completion_tokens"] == 2
+        outside = await client.post("/generative_scoring", json={"query": "q", "items": ["a"], "label_token_ids": [10**7]})
+        assert outside.status_code == 400
+
+
+async def test_structured_decisions_are_not_implemented_by_a_language_model() -> None:
+    async with live() as server, client_of(server) as client:
+        for path in ("/v1/systemone", "/v1/decisions"):
+            answer = await client.post(path, json={"state": {}, "questions": {}})
+            assert answer.status_code == 501 and answer.json()["error"]["type"] == "NotImplementedError"
+
+
+async def test_keep_alive_comments_are_for_chat_and_completions_only() -> None:
+    bodies = {
+        "/v1/responses": {"input": "hi [wt:5]", "max_output_tokens": 5},
+        "/v1/messages": {"model": "wt-model", "messages": [{"role": "user", "content": "hi [wt:5]"}], "max_tokens": 5},
+    }
+    async with live(pacing__itl_ns=20_000_000, sse_keep_alive_interval_ns=1_000_000) as server, client_of(server) as client:
+        for path, body in bodies.items():
+            assert ": keep-alive" not in (await client.post(path, json=body | {"stream": True})).text
+        chat = {"messages": [{"role": "user", "content": "hi [wt:5]"}], "max_tokens": 5, "stream": True}
+        assert ": keep-alive" in (await client.post("/v1/chat/completions", json=chat)).text
