@@ -108,7 +108,7 @@ class Job:
 
 
 class PlainTexts(dict[int, bytes]):
-    """Token id to its JSON text, for tokens that stand for themselves and are short; b"" for others. Filled as tokens are met."""
+    """Token id to its JSON text, for short tokens that stand for themselves; b"" for others. Filled as tokens are met."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__()

@@ -18,7 +18,7 @@ def families(runner: str = "generate", convert: str | None = None) -> Sequence[F
 
 
 def _pooling(convert: str | None) -> Sequence[Family]:
-    """Routes follow the model's tasks (vLLM reference §1.5): an embedding model has no `/classify`, a classifier no embeddings."""
+    """Routes follow the model's tasks (§1.5): an embedding model has no `/classify`, a classifier no embeddings."""
     from windtunnel.wire.vllm import classify, embeddings, pooling, rerank, score
 
     own: Family = classify if convert == "classify" else embeddings
