@@ -98,6 +98,7 @@ class ServeConfig:
     api_keys: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     dev_mode: bool = False
+    enable_scale_out: bool = False
     enable_tokenizer_info_endpoint: bool = False
     profiler_config: str | None = None
     enable_server_load_tracking: bool = False
