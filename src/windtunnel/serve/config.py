@@ -108,7 +108,6 @@ class ServeConfig:
     convert: Convert | None = None
     embedding_size: int = 384
     num_labels: int = 2
-    enable_scale_out: bool = False
     enable_prompt_tokens_details: bool = False
     enable_per_request_metrics: bool = False
     enable_force_include_usage: bool = False
