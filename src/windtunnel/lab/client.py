@@ -257,6 +257,8 @@ class _Recorder:
             self.ended(End.UNTERMINATED, error="the body ends inside a frame")
         elif self._finish_reason and self._done:
             self._end = End.FINISHED
+        elif self._done and not self._frame_ns:
+            self.ended(End.EMPTY, error="the terminator and nothing else")
         else:
             missing = "finish reason" if self._done else "terminator"
             self.ended(End.UNTERMINATED, error=f"the body ends without {missing} after {len(self._frame_ns)} frames of text")

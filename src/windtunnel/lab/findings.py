@@ -14,12 +14,15 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import pairwise
 
+from windtunnel.core.units import MS
 from windtunnel.lab.plan import Role
 from windtunnel.lab.record import Damage, End, Sample, StormResult, StreamRecord
 from windtunnel.lab.sampler import KV_TOLERANCE
 from windtunnel.lab.target import GENERATION_TOKENS
 
 EVIDENCE_LIMIT = 12
+GAUGE_LAG_NS = 100 * MS
+"""Gauges are written with a step; so much later than the truth they may be."""
 
 
 class Severity(Enum):
@@ -84,6 +87,8 @@ def _crossed_stream(result: StormResult) -> Iterator[str]:
 
 def _corrupt_stream(result: StormResult) -> Iterator[str]:
     for stream in result.streams:
+        if stream.end is End.EMPTY and stream.ask.role is not Role.VICTIM:
+            yield f"{_name(stream)}: an empty answer under status {stream.status}{_why(stream.error)}"
         fault = stream.fault
         if fault is not None and fault.damage is not Damage.FOREIGN:
             got = f"{fault.have!r} instead of {fault.want!r}" if fault.have else f"nothing, {fault.want!r} is due"
@@ -91,9 +96,8 @@ def _corrupt_stream(result: StormResult) -> Iterator[str]:
 
 
 def _unterminated_stream(result: StormResult) -> Iterator[str]:
-    bad = {End.CUT, End.UNTERMINATED, End.MALFORMED} | ({End.TIMEOUT} if not any(_wedged(result)) else set())
     for stream in _unrelated(result):
-        if stream.end in bad:
+        if stream.end in (End.CUT, End.UNTERMINATED, End.MALFORMED) or (stream.end is End.TIMEOUT and stream.words):
             yield f"{_name(stream)}: {stream.end.value} after {len(stream.words)} words{_why(stream.error)}"
 
 
@@ -157,13 +161,18 @@ def _late_cancel(result: StormResult) -> Iterator[str]:
 
 
 def _wedged(result: StormResult) -> Iterator[str]:
-    hung = (End.TIMEOUT, End.REFUSED)
     later = result.of(Role.LATER)
-    if later and all(stream.end in hung for stream in later):
+    if later and all(_hung(stream) for stream in later):
         yield f"none of {len(later)} later streams was answered: {dict(Counter(stream.end.value for stream in later))}"
-    for stream in result.of(Role.PROBE):
-        if stream.end in hung:
+        return
+    for stream in result.of(Role.PROBE, Role.SURVIVOR, Role.BYSTANDER, Role.LATER):
+        if _hung(stream):
             yield f"{_name(stream)}: {stream.end.value}{_why(stream.error)}"
+
+
+def _hung(stream: StreamRecord) -> bool:
+    """Not one word within the time-out, or nobody there."""
+    return stream.end is End.REFUSED or (stream.end is End.TIMEOUT and not stream.words)
 
 
 KINDS: tuple[FindingKind, ...] = (
@@ -218,16 +227,36 @@ def last_leave_ns(result: StormResult) -> int:
 def freed_after_ns(result: StormResult) -> int | None:
     """From the last victim's leaving to the first sample whose running and waiting are all accounted for.
 
-    Requests of ours that are open count as theirs, so the answer is never too late on their account.
+    Requests of ours that are open count as theirs. Where that was too kind, because samples without any client still
+    show work for longer than gauges lag behind, it is the first sample after those.
     """
     left_ns = last_leave_ns(result)
-    base = result.baseline.gauges
-    for sample in result.samples:
-        if sample.at_ns >= left_ns and sample.usable:
-            live = sum(sample.gauges.get(key, 0) - base.get(key, 0) for key in ("running", "waiting"))
-            if live <= sample.clients:
-                return sample.at_ns - left_ns
+    samples = [sample for sample in result.samples if sample.at_ns >= left_ns and sample.usable]
+    if result.at_deadline is not None:
+        samples = [sample for sample in samples if sample.at_ns <= result.at_deadline.at_ns]
+    busy = _busy_without_clients(result, samples)
+    for at, sample in enumerate(samples):
+        if at > busy and _live(result, sample) <= sample.clients:
+            return sample.at_ns - left_ns
     return None
+
+
+def _live(result: StormResult, sample: Sample) -> float:
+    base = result.baseline.gauges
+    return sum(sample.gauges.get(key, 0) - base.get(key, 0) for key in ("running", "waiting"))
+
+
+def _busy_without_clients(result: StormResult, samples: list[Sample]) -> int:
+    """The index of the last sample of the last run of such samples that is longer than the lag; -1 when there is none."""
+    last, since_ns = -1, None
+    for at, sample in enumerate(samples):
+        if sample.clients or _live(result, sample) <= 0:
+            since_ns = None
+            continue
+        since_ns = sample.at_ns if since_ns is None else since_ns
+        if sample.at_ns - since_ns >= GAUGE_LAG_NS:
+            last = at
+    return last
 
 
 def zombie_tokens(result: StormResult) -> float:
@@ -270,7 +299,7 @@ def _over(result: StormResult, sample: Sample) -> dict[str, float]:
 
 
 def _unrelated(result: StormResult) -> tuple[StreamRecord, ...]:
-    return result.of(Role.SURVIVOR, Role.LATER)
+    return result.of(Role.PROBE, Role.SURVIVOR, Role.LATER)
 
 
 def _owner(result: StormResult, tag: int | None) -> str:

@@ -18,6 +18,8 @@ class End(Enum):
     """An error inside a 200 stream."""
     UNTERMINATED = "unterminated"
     """The body ended properly, but without finish reason or terminator."""
+    EMPTY = "empty"
+    """A stream that is its terminator and nothing else."""
     CUT = "cut"
     """The connection ended inside the message."""
     MALFORMED = "malformed"
