@@ -63,7 +63,9 @@ def _print(document: dict[str, Any]) -> None:
     for name, one in document["by_fault"].items():
         seconds = "never" if one["seconds"] is None else f"{one['seconds']:.1f} s"
         also = ", ".join(f"{other} {count}" for other, count in one["also_named"].items())
-        typer.echo(f"{name}: {one['finding']} in {one['named_right']} of {one['runs']}, after {seconds} (also: {also or 'nothing'})")
+        typer.echo(
+            f"{name}: {one['finding']} in {one['named_right']} of {one['runs']}, after {seconds} (also: {also or 'nothing'})"
+        )
     for title, key, total in (("named right", "detection", "faulty"), ("false alarms", "false_alarm", "clean")):
         rate, interval = document[f"{key}_rate"], document[f"{key}_ci95"]
         if rate is not None:

@@ -36,16 +36,17 @@ _QUICK = StormPlan(
     victims=8,
     hold=True,
     victim=Shape(max_tokens=600),
-    survivor=Shape(max_tokens=24),
+    survivor=Shape(max_tokens=40),
     later=4,
     sample_every_ns=20 * MS,
     quiet_deadline_ns=1_500 * MS,
     request_timeout_ns=3 * S,
     linger_ns=200 * MS,
+    bystanders=8,
 )
 _CHAT = Shape(Api.CHAT, max_tokens=600)
 BATTERY: tuple[tuple[str, StormPlan], ...] = (
-    ("crowd", replace(_QUICK, how=(How.FIN, How.RST), survivors=3, bystanders=24, later=6)),
+    ("crowd", replace(_QUICK, how=(How.FIN, How.RST), survivors=3, bystanders=16, later=6)),
     (
         "everybody leaves",
         replace(_QUICK, how=(How.RST, How.HALF_CLOSE), victim=_CHAT, bystanders=0, later_shape=Shape(Api.CHAT)),
@@ -61,6 +62,7 @@ BATTERY: tuple[tuple[str, StormPlan], ...] = (
             later_shape=Shape(stream=False),
         ),
     ),
+    ("children", replace(_QUICK, victim=Shape(max_tokens=600, n=2), how=(How.FIN, How.STOP_READING), stall_ns=100 * MS)),
     ("long prompt", replace(_QUICK, victims=2, when=Trigger(Moment.SENT, 0), survivors=1, bystanders=4)),
 )
 
@@ -111,6 +113,8 @@ async def examine(url: str, seed: int) -> tuple[tuple[Seen, ...], str | None]:
             result = await run_storm(target, await _fitted(target, replace(plan, seed=seed * 100 + number)))
             seconds = time.monotonic() - started
             seen += [Seen(finding, name, seconds) for finding in find(result)]
+            if any(one.finding.name == "wedged" for one in seen):
+                break  # nothing more can be learnt from a server that serves nothing
     except TargetError as error:
         return tuple(seen), str(error)
     return tuple(seen), None
