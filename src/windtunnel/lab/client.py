@@ -76,7 +76,7 @@ def request_body(target: Target, ask: Ask) -> bytes:
     )
     options = {"max_tokens": ask.max_tokens, "temperature": 0, "ignore_eos": True, "stream": ask.stream}
     if ask.n > 1:
-        options["n"] = ask.n
+        options |= {"n": ask.n, "temperature": 1}  # greedy decoding takes one choice only (vLLM reference §2.2)
     return json.dumps({"model": target.model, **prompt, **options}).encode()
 
 

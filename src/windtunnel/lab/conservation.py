@@ -2,8 +2,8 @@
 
 Requests sent = finished + aborted by their clients + aborted by id + refused + in flight (vLLM reference §9.11, n counts n
 times); aborts counted never exceed aborts made (SGLang reference §11.3). Real vLLM counts nothing for a client that left
-(§3.8), so a departure may be missing from every counter, but never be in two. Checked only when the last sample saw no client, and
-bounded from both sides: whoever left within a step of its end may have been counted as finished.
+(§3.8), so a departure may be missing from every counter, but never be in two. Checked only when the target was idle at the
+baseline and the last sample saw no client; bounded from both sides: whoever left near its end may be counted as finished.
 """
 
 from windtunnel.lab.record import End, Sample, StormResult, StreamRecord
@@ -17,6 +17,8 @@ def imbalances(result: StormResult) -> list[str]:
     """One sentence for each sum that does not add up."""
     settled = result.settled
     if settled is None or not settled.usable or result.interrupted or not result.streams:
+        return []
+    if any(result.baseline.gauges.get(key) for key in ("running", "waiting")):
         return []
     return [*_finished(result, settled), *_aborted(result, settled), *_tokens(result, settled)]
 
