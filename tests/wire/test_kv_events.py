@@ -39,7 +39,11 @@ def engine_event(event: dict[str, Any]) -> KvEvent:
 
 
 def test_members_and_order() -> None:
-    events = (BlockStored((b"\1" * 32,), None, (7, 8), 2, (1, "a"), (("a", "salt"),)), BlockRemoved((b"\2" * 32,)), AllBlocksCleared())
+    events = (
+        BlockStored((b"\1" * 32,), None, (7, 8), 2, (1, "a"), (("a", "salt"),)),
+        BlockRemoved((b"\2" * 32,)),
+        AllBlocksCleared(),
+    )
     stamp, maps, rank = msgpack.unpackb(EventCodec().encode(3.5, events, 1))
     assert (stamp, rank) == (3.5, 1)
     assert [list(item) for item in maps] == [
@@ -50,7 +54,19 @@ def test_members_and_order() -> None:
     ]  # fmt: skip
     _, arrays, _ = msgpack.unpackb(EventCodec("array").encode(3.5, events, 1))
     assert arrays == [list(item.values()) for item in maps]
-    assert arrays[0] == ["BlockStored", [0x0101010101010101], None, [7, 8], 2, 1, "GPU", "a", [["a", "salt"]], 0, "full_attention"]
+    assert arrays[0] == [
+        "BlockStored",
+        [0x0101010101010101],
+        None,
+        [7, 8],
+        2,
+        1,
+        "GPU",
+        "a",
+        [["a", "salt"]],
+        0,
+        "full_attention",
+    ]
     assert decode(EventCodec("array").encode(3.5, events, 1)) == decode(EventCodec().encode(3.5, events, 1))
 
 

@@ -29,7 +29,7 @@ def serve(context: typer.Context) -> None:
         typer.echo(help_text())
         return
     try:
-        parsed = parse_args([*context.args, *(flag for flag in _environment_flags())])
+        parsed = parse_args([*context.args, *_environment_flags(context.args)])
     except UsageError as error:
         typer.echo(f"windtunnel serve: {error}", err=True)
         raise typer.Exit(USAGE) from None
@@ -37,10 +37,14 @@ def serve(context: typer.Context) -> None:
         typer.echo(f"warning: {warning}", err=True)
     from windtunnel.serve.server import run
 
-    run(parsed.config)
+    try:
+        run(parsed.config)
+    except UsageError as error:
+        typer.echo(f"windtunnel serve: {error}", err=True)
+        raise typer.Exit(USAGE) from None
 
 
-def _environment_flags() -> list[str]:
+def _environment_flags(args: list[str]) -> list[str]:
     """The environment variables of the real server that have a flag here."""
     flags = []
     for variable, flag in _SWITCHES.items():
@@ -48,6 +52,10 @@ def _environment_flags() -> list[str]:
             flags.append(flag)
     if os.environ.get("VLLM_API_KEY"):
         flags += ["--api-key", os.environ["VLLM_API_KEY"]]
+    if os.environ.get("PYTHONHASHSEED") and not any(arg.startswith("--hash-seed") for arg in args):
+        flags += ["--hash-seed", os.environ["PYTHONHASHSEED"]]
+    if os.environ.get("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "1").lower() in ("0", "false"):
+        flags += ["--kv-events-hashes", "bytes"]
     return flags
 
 

@@ -8,7 +8,7 @@ FOREIGN_FLAGS = frozenset(
     data-parallel-rpc-port data-parallel-start-rank default-mm-loras device disable-cascade-attn disable-custom-all-reduce
     disable-frontend-multiprocessing disable-hybrid-kv-cache-manager disable-log-requests disable-log-stats
     disable-sliding-window distributed-executor-backend download-dir dtype enable-chunked-prefill enable-dbo enable-eplb
-    enable-expert-parallel enable-lora-bias enable-multimodal-encoder-data-parallel enable-prompt-embeds
+    enable-expert-parallel event-batch-size enable-lora-bias enable-multimodal-encoder-data-parallel enable-prompt-embeds
     enable-sleep-mode enable-ssl-refresh enforce-eager fully-sharded-loras generation-config
     gpu-memory-utilization guided-decoding-backend h11-max-header-count h11-max-incomplete-event-size headless hf-config-path
     hf-overrides hf-token ignore-patterns interleave-mm-strings io-processor-plugin kv-cache-dtype kv-cache-memory-bytes

@@ -64,9 +64,8 @@ def _values(event: KvEvent, hashed: Callable[[bytes], WireHash]) -> tuple[Any, .
         parent = None if event.parent_hash is None else hashed(event.parent_hash)
         lora_id, lora_name = event.lora or (None, None)
         hashes = [hashed(digest) for digest in event.block_hashes]
-        return (
-            hashes, parent, event.token_ids, event.block_size, lora_id, event.medium, lora_name, event.extra_keys, 0, "full_attention",
-        )  # fmt: skip
+        lora_and_medium = (lora_id, event.medium, lora_name)
+        return (hashes, parent, event.token_ids, event.block_size, *lora_and_medium, event.extra_keys, 0, "full_attention")
     if isinstance(event, BlockRemoved):
         return [hashed(digest) for digest in event.block_hashes], event.medium, 0
     return ()
@@ -103,7 +102,7 @@ def decode(payload: bytes) -> EventBatch:
 
 def _event(item: Any) -> Mapping[str, Any]:
     tag = item.get("type") if isinstance(item, dict) else item[0] if isinstance(item, list) and item else None
-    if tag not in MEMBERS:
+    if not isinstance(tag, str) or tag not in MEMBERS:
         raise MalformedEvents(f"the event's type is {tag!r}: must be one of {', '.join(MEMBERS)}")
     if isinstance(item, dict):
         return item
