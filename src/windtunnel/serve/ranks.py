@@ -2,13 +2,8 @@
 
 vLLM 0.33 (`v1/engine/core_client.py`, `DPLBAsyncMPClient`) gives a request to the rank with the lowest 4 x waiting + running,
 the first one among equals. It knows these counts from reports every 100 ms and adds its own choices in between. A request
-<<<<<<< HEAD
-may name its rank (`X-data-parallel-rank`), which costs no count. All choices of one prompt stay together here; vLLM places
-each of them.
-=======
 may name its rank (`X-data-parallel-rank`), which adds nothing to a count. All choices of one prompt stay together here; vLLM
 places each of them.
->>>>>>> kvdp
 """
 
 from collections.abc import Iterator, Sequence
