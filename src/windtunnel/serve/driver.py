@@ -38,7 +38,9 @@ class StepObserver(Protocol):
 class EngineDriver:
     """Owns the engine. All methods run on the event loop's thread."""
 
-    def __init__(self, engine: Engine, rank: int, loop: asyncio.AbstractEventLoop, cork: Cork, observers: Sequence[StepObserver]) -> None:
+    def __init__(
+        self, engine: Engine, rank: int, loop: asyncio.AbstractEventLoop, cork: Cork, observers: Sequence[StepObserver]
+    ) -> None:
         self.engine = engine
         self.rank = rank
         self.steps = 0

@@ -43,7 +43,9 @@ def _integer(low: int, high: int = 1 << 62) -> Parse:
             raise ValueError(f"{value!r} is not a whole number")
         number = int(value)
         if not low <= number <= high:
-            raise ValueError(f"{number} is out of range: it must be at least {low}" + (f" and at most {high}" if high < 1 << 62 else ""))
+            raise ValueError(
+                f"{number} is out of range: it must be at least {low}" + (f" and at most {high}" if high < 1 << 62 else "")
+            )
         return number
 
     return parse
@@ -157,8 +159,11 @@ FLAGS: tuple[Flag, ...] = (
     Flag("lora-modules", "lora_modules", _lora_modules, "adapters as NAME=PATH", many=True),
     Flag("enable-lora", "enable_lora", _boolean, "adapters may be served", switch=True),
     Flag(
-        "allow-runtime-lora-updating", "runtime_lora", _boolean,
-        "serve the routes that load and unload adapters (also VLLM_ALLOW_RUNTIME_LORA_UPDATING=1)", switch=True,
+        "allow-runtime-lora-updating",
+        "runtime_lora",
+        _boolean,
+        "serve the routes that load and unload adapters (also VLLM_ALLOW_RUNTIME_LORA_UPDATING=1)",
+        switch=True,
     ),
     Flag("seed", "seed", _COUNT, "seed of everything random"),
     Flag("vllm-version", "vllm_version", _text, "which vLLM release to imitate (0.32.0 or 0.33.0)"),
@@ -170,7 +175,13 @@ FLAGS: tuple[Flag, ...] = (
     Flag("profiler-config", "profiler_config", _optional(_text), "any value: serve /start_profile and /stop_profile"),
     Flag("enable-server-load-tracking", "enable_server_load_tracking", _boolean, "count requests in /load", switch=True),
     Flag("enable-prompt-tokens-details", "enable_prompt_tokens_details", _boolean, "cached tokens in usage", switch=True),
-    Flag("enable-per-request-metrics", "enable_per_request_metrics", _boolean, "timings of each request in its answer", switch=True),
+    Flag(
+        "enable-per-request-metrics",
+        "enable_per_request_metrics",
+        _boolean,
+        "timings of each request in its answer",
+        switch=True,
+    ),
     Flag("enable-force-include-usage", "enable_force_include_usage", _boolean, "usage in every stream", switch=True),
     Flag("enable-auto-tool-choice", "enable_auto_tool_choice", _boolean, "allow tool_choice auto", switch=True),
     Flag("tool-call-parser", "tool_call_parser", _optional(_text), "tool call format, such as hermes"),
@@ -178,7 +189,9 @@ FLAGS: tuple[Flag, ...] = (
     Flag("enable-request-id-headers", "enable_request_id_headers", _boolean, "X-Request-Id in answers", switch=True),
     Flag("enable-log-requests", "enable_log_requests", _boolean, "log requests and aborts", switch=True),
     Flag("return-tokens-as-token-ids", "return_tokens_as_token_ids", _boolean, "spell logprob tokens token_id:N", switch=True),
-    Flag("trust-request-chat-template", "trust_request_chat_template", _boolean, "allow chat_template in requests", switch=True),
+    Flag(
+        "trust-request-chat-template", "trust_request_chat_template", _boolean, "allow chat_template in requests", switch=True
+    ),
     Flag("max-logprobs", "max_logprobs", _integer(-1), "most alternatives per token"),
     Flag("stream-interval", "stream_interval", _POSITIVE, "tokens per stream chunk"),
     Flag("sse-keep-alive-interval", "sse_keep_alive_interval_ns", _seconds, "comment frames on silent streams", live=True),
@@ -186,12 +199,22 @@ FLAGS: tuple[Flag, ...] = (
     Flag("shutdown-outcome", "shutdown_outcome", _choice("error", "clean", "hang"), "how requests left at shutdown end"),
     Flag("watchdog-interval", "watchdog_ns", _duration, "how often the server looks whether its engine has died"),
     Flag(
-        "keep-alive-on-engine-death", "keep_alive_on_engine_death", _boolean,
-        "stay after the engine's death (also VLLM_KEEP_ALIVE_ON_ENGINE_DEATH=1)", switch=True,
+        "keep-alive-on-engine-death",
+        "keep_alive_on_engine_death",
+        _boolean,
+        "stay after the engine's death (also VLLM_KEEP_ALIVE_ON_ENGINE_DEATH=1)",
+        switch=True,
     ),
     Flag("startup-duration", "startup_ns", _duration, "how long /health/ready answers 503"),
     Flag("timeout-keep-alive", "timeout_keep_alive_ns", _seconds, "when idle connections are closed"),
-    Flag("disable-access-log", "disable_access_log", _boolean, "no access log", switch=True, aliases=("disable-uvicorn-access-log",)),
+    Flag(
+        "disable-access-log",
+        "disable_access_log",
+        _boolean,
+        "no access log",
+        switch=True,
+        aliases=("disable-uvicorn-access-log",),
+    ),
     Flag("ssl-certfile", "ssl_certfile", _optional(_text), "TLS certificate"),
     Flag("ssl-keyfile", "ssl_keyfile", _optional(_text), "TLS key"),
     Flag("fault", "faults", _texts, "plant a defect (see `windtunnel faults`)", many=True),
@@ -201,15 +224,28 @@ FLAGS: tuple[Flag, ...] = (
     Flag("itl", "pacing.itl_ns", _duration, "inter-token latency", live=True, aliases=("inter-token-latency",)),
     Flag("itl-std", "pacing.itl_std_ns", _duration, "its spread", live=True, aliases=("inter-token-latency-std-dev",)),
     Flag(
-        "prefill-token-time", "pacing.prefill_token_ns", _duration, "per uncached prompt token", live=True, aliases=("prefill-time-per-token",)
+        "prefill-token-time",
+        "pacing.prefill_token_ns",
+        _duration,
+        "per uncached prompt token",
+        live=True,
+        aliases=("prefill-time-per-token",),
     ),
-    Flag("latency-distribution", "pacing.distribution", _choice("normal", "lognormal", "uniform"), "shape of the spread", live=True),
+    Flag(
+        "latency-distribution",
+        "pacing.distribution",
+        _choice("normal", "lognormal", "uniform"),
+        "shape of the spread",
+        live=True,
+    ),
     Flag("step-base", "pacing.step_base_ns", _duration, "step model: cost of a step", live=True),
     Flag("step-prefill-token", "pacing.step_prefill_token_ns", _duration, "step model: per prefill token", live=True),
     Flag("step-decode-seq", "pacing.step_decode_seq_ns", _duration, "step model: per running sequence", live=True),
     Flag("time-scale", "pacing.time_scale", _number(0.001, 1000), "divide every simulated duration by this", live=True),
     Flag("mode", "generation.mode", _choice("oracle", "echo", "sentence"), "what is generated", live=True),
-    Flag("natural-length", "generation.natural_length", _range, "where answers stop by themselves, as LOW:HIGH tokens", live=True),
+    Flag(
+        "natural-length", "generation.natural_length", _range, "where answers stop by themselves, as LOW:HIGH tokens", live=True
+    ),
     Flag("responses", "generation.responses_file", _optional(_text), "JSONL file of recorded answers"),
     Flag("max-model-len", "scheduler.max_model_len", _POSITIVE, "context window in tokens"),
     Flag("max-num-seqs", "scheduler.max_num_seqs", _POSITIVE, "most sequences in a step", live=True),
@@ -219,17 +255,31 @@ FLAGS: tuple[Flag, ...] = (
     Flag("enable-prefix-caching", "scheduler.enable_prefix_caching", _boolean, "reuse KV of equal prefixes", switch=True),
     Flag("scheduling-policy", "scheduler.scheduling_policy", _choice("fcfs", "priority"), "order of the waiting queue"),
     Flag("watermark", "scheduler.watermark", _number(0, 1), "share of blocks kept free at admission"),
-    Flag("scheduler-reserve-full-isl", "scheduler.reserve_full_isl", _boolean, "admit only prompts that fit whole", switch=True),
+    Flag(
+        "scheduler-reserve-full-isl", "scheduler.reserve_full_isl", _boolean, "admit only prompts that fit whole", switch=True
+    ),
     Flag("long-prefill-token-threshold", "scheduler.long_prefill_token_threshold", _COUNT, "longest prefill chunk; 0 is off"),
     Flag(
-        "max-num-queued-reqs", "scheduler.max_num_queued_reqs", _optional(_COUNT), "waiting limit (503)", live=True,
+        "max-num-queued-reqs",
+        "scheduler.max_num_queued_reqs",
+        _optional(_COUNT),
+        "waiting limit (503)",
+        live=True,
         aliases=("max-waiting-queue-length",),
     ),
-    Flag("max-num-queued-tokens", "scheduler.max_num_queued_tokens", _optional(_COUNT), "waiting limit in tokens (503)", live=True),
+    Flag(
+        "max-num-queued-tokens",
+        "scheduler.max_num_queued_tokens",
+        _optional(_COUNT),
+        "waiting limit in tokens (503)",
+        live=True,
+    ),
     Flag("max-loras", "scheduler.max_loras", _POSITIVE, "adapters in one step"),
     Flag("async-scheduling", "scheduler.async_scheduling", _boolean, "schedule one step ahead", switch=True),
     Flag(
-        "prefix-caching-hash-algo", "scheduler.prefix_caching_hash_algo", _choice("sha256", "sha256_cbor", "xxhash", "xxhash_cbor"),
+        "prefix-caching-hash-algo",
+        "scheduler.prefix_caching_hash_algo",
+        _choice("sha256", "sha256_cbor", "xxhash", "xxhash_cbor"),
         "block hash",
     ),
     Flag("max-body-bytes", "limits.body_bytes", _POSITIVE, "largest request body (413)"),
@@ -273,7 +323,9 @@ def live_changes(config: ServeConfig, changes: Mapping[str, Any]) -> ServeConfig
     for key, value in changes.items():
         flag = LIVE.get(key)
         if flag is None:
-            raise UsageError(f"{key}: not a setting that can be changed while the server runs; those are {', '.join(sorted(LIVE))}")
+            raise UsageError(
+                f"{key}: not a setting that can be changed while the server runs; those are {', '.join(sorted(LIVE))}"
+            )
         values[flag.target] = _parse(flag, key, value)
     return check(apply_values(config, values))
 

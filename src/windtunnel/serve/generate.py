@@ -132,7 +132,9 @@ class GenerateRoute:
     def _choices(self, generation: Generation, *, keep: bool) -> list[ChoiceState]:
         sampling, tokenizer = generation.sampling, self._server.env.tokenizer
         return [
-            ChoiceState(child + prompt * sampling.n, prompt, sampling, tokenizer, keep=keep, stream_interval=generation.stream_interval)
+            ChoiceState(
+                child + prompt * sampling.n, prompt, sampling, tokenizer, keep=keep, stream_interval=generation.stream_interval
+            )
             for prompt in range(len(generation.prompts))
             for child in range(sampling.n)
         ]

@@ -189,7 +189,6 @@ class ClientLine:
         return self._cycle.response_complete
 
 
-
 class LazyFlow(FlowControl):
     """uvicorn's flow control without an event (0.7 KB) until a write is paused."""
 

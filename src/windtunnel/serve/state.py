@@ -162,8 +162,15 @@ def make_env(config: ServeConfig, tokenizer: Tokenizer, new_id: Callable[[], str
         **model_defaults(config, tokenizer),
     )
     same_name = (
-        "stream_interval", "max_logprobs", "enable_auto_tool_choice", "tool_call_parser", "reasoning_parser",
-        "enable_per_request_metrics", "enable_prompt_tokens_details", "enable_force_include_usage", "return_tokens_as_token_ids",
+        "stream_interval",
+        "max_logprobs",
+        "enable_auto_tool_choice",
+        "tool_call_parser",
+        "reasoning_parser",
+        "enable_per_request_metrics",
+        "enable_prompt_tokens_details",
+        "enable_force_include_usage",
+        "return_tokens_as_token_ids",
         "trust_request_chat_template",
     )
     return replace(env, max_body_bytes=config.limits.body_bytes, **{name: getattr(config, name) for name in same_name})

@@ -28,7 +28,6 @@ class Sink(Protocol):
         """Whole SSE frames."""
         ...
 
-
     def on_writable(self, callback: Callable[[], None]) -> None: ...
 
     def lane(self, head: bytes, tail: bytes) -> "Lane":

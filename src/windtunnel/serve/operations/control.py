@@ -16,7 +16,9 @@ _SLEEP_LEVELS = range(3)
 def _wanted(body: Any) -> list[str]:
     ids = body.get("request_ids", []) if isinstance(body, dict) else None
     if not isinstance(ids, list) or not all(isinstance(request_id, str) for request_id in ids):
-        raise WireError("request_ids must be a list of engine request ids (strings).", kind=BAD_REQUEST, param="body.request_ids")
+        raise WireError(
+            "request_ids must be a list of engine request ids (strings).", kind=BAD_REQUEST, param="body.request_ids"
+        )
     return ids
 
 

@@ -46,7 +46,9 @@ def _requests(server: Server, _call: Call) -> Reply:
         }
         for view in server.engine.live()
     ]
-    return json_reply({"live": live, "recent": server.history.recent(_RECENT), "jobs": len(server.jobs), "steps": server.driver.steps})
+    return json_reply(
+        {"live": live, "recent": server.history.recent(_RECENT), "jobs": len(server.jobs), "steps": server.driver.steps}
+    )
 
 
 def _oracle(_server: Server, _call: Call) -> Reply:

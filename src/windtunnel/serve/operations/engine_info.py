@@ -21,7 +21,9 @@ def _server_info(server: Server, call: Call) -> Reply:
     settings = as_json(server.config)
     config = settings if wanted == "json" else ", ".join(f"{name}={value!r}" for name, value in settings.items())
     environment = {name: value for name, value in os.environ.items() if name in _SHOWN_ENVIRONMENT}
-    return json_reply({"vllm_config": config, "vllm_env": environment, "system_env": {"python_version": platform.python_version()}})
+    return json_reply(
+        {"vllm_config": config, "vllm_env": environment, "system_env": {"python_version": platform.python_version()}}
+    )
 
 
 _SHOWN_ENVIRONMENT = ("VLLM_SERVER_DEV_MODE", "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE")

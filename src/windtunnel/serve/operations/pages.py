@@ -66,8 +66,13 @@ def _tokenizer_info(server: Server, _call: Call) -> Reply:
     """The tokenizer's class and limits; vLLM adds every option of its tokenizer config."""
     tokenizer = server.env.tokenizer
     return json_reply(
-        {"tokenizer_class": type(tokenizer).__name__, "chat_template": None, "vocab_size": tokenizer.vocab_size,
-         "model_max_length": server.env.max_model_len, "eos_token_id": tokenizer.eos_token_id}
+        {
+            "tokenizer_class": type(tokenizer).__name__,
+            "chat_template": None,
+            "vocab_size": tokenizer.vocab_size,
+            "model_max_length": server.env.max_model_len,
+            "eos_token_id": tokenizer.eos_token_id,
+        }
     )
 
 
@@ -83,7 +88,9 @@ def _scale(server: Server, call: Call) -> Reply:
         raise WireError("new_data_parallel_size is required", kind=BAD_REQUEST)
     if isinstance(size, bool) or not isinstance(size, int) or size <= 0:
         raise WireError("new_data_parallel_size must be a positive integer", kind=BAD_REQUEST)
-    raise WireError("This server cannot be scaled: its number of data-parallel ranks is fixed at start.", 500, "InternalServerError")
+    raise WireError(
+        "This server cannot be scaled: its number of data-parallel ranks is fixed at start.", 500, "InternalServerError"
+    )
 
 
 ALWAYS: tuple[Rule, ...] = (
