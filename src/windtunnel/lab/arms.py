@@ -37,6 +37,8 @@ class Running:
     url: str
     log: Path | None
     """Its stdout and stderr together; None for a server that was running already."""
+    pid: int | None = None
+    """The process that was started here."""
 
 
 def fill(template: str, *, port: int, time_scale: float, seed: int) -> str:
@@ -83,7 +85,7 @@ async def running(
         ready = fill(arm.ready_url or "http://127.0.0.1:{port}/health", port=port, time_scale=time_scale, seed=seed)
         await _wait_ready(ready, arm.ready_timeout_ns, process, log, stop)
         origin = parse_origin(ready)
-        yield Running(f"{origin.scheme}://{origin.authority}", log)
+        yield Running(f"{origin.scheme}://{origin.authority}", log, process.pid)
     finally:
         await end(process)
 

@@ -103,11 +103,6 @@ def parse_trigger(text: str) -> Trigger:
     )
 
 
-def parse_triggers(text: str) -> tuple[Trigger, ...]:
-    """A comma list of moments that victims take in turns."""
-    return tuple(parse_trigger(part.strip()) for part in text.split(","))
-
-
 def parse_hows(text: str) -> tuple[How, ...]:
     """A comma list of ways of leaving that victims take in turns."""
     try:
