@@ -1,6 +1,7 @@
 """The simulator as a process, configured like the servers that were recorded (see the golden README)."""
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -23,6 +24,10 @@ _MAIN = (
     "--max-num-seqs 16 --enable-prefix-caching --lora-modules tiny-lora=tiny-lora --enable-prompt-tokens-details "
     "--enable-server-load-tracking --enable-auto-tool-choice --tool-call-parser hermes"
 ).split()
+_KV_EVENTS = {
+    "enable_kv_cache_events": True, "publisher": "zmq", "endpoint": "tcp://127.0.0.1:5557",
+    "replay_endpoint": "tcp://127.0.0.1:5558", "topic": "kv",
+}  # fmt: skip
 _VARIANT_B = (
     "--max-loras 2 --served-model-name tiny-llama tiny-alias --api-key sk-one sk-two --enable-request-id-headers "
     "--enable-scale-out --enable-tokenizer-info-endpoint --enable-per-request-metrics --trust-request-chat-template "
@@ -48,7 +53,8 @@ SERVERS: tuple[Recorded, ...] = (
     Recorded(
         "main",
         ("probe", "tokenize", "completions", "chat", "responses", "messages", "misc", "raw_http", "tools_extra"),
-        (*_COMMON, *_MAIN),
+        (*_COMMON, *_MAIN, "--kv-events-config", json.dumps(_KV_EVENTS)),
+        {"PYTHONHASHSEED": "0"},
     ),
     Recorded(
         "variant_b",

@@ -16,6 +16,8 @@ from windtunnel.serve.foreign_flags import FOREIGN_FLAGS
 
 REFERENCE = Path(os.environ.get("WINDTUNNEL_REFERENCE", Path(__file__).parents[3] / "shared/reference"))
 SIM_VALUES = {
+    "zmq-endpoint": "tcp://127.0.0.1:5557",
+    "kv-events-replay-endpoint": "tcp://127.0.0.1:5558",
     "lora-modules": "a=/a",
     "served-model-name": "x",
     "mode": "random",
@@ -186,10 +188,10 @@ def test_the_environment_of_both_real_servers(monkeypatch: pytest.MonkeyPatch) -
     ):
         monkeypatch.setenv(name, value)
     config = parse_args(environment_flags([])).config
-    assert (config.model, config.dev_mode, config.api_keys, config.scheduler.hash_seed) == ("env-model", True, ("-k",), "0")
+    assert (config.model, config.dev_mode, config.api_keys, config.hash_seed) == ("env-model", True, ("-k",), "0")
     args = ["mine", "--api-key", "a", "--hash-seed=7"]
     config = parse_args([*args, *environment_flags(args)]).config
-    assert (config.model, config.api_keys, config.scheduler.hash_seed) == ("mine", ("a",), "7")
+    assert (config.model, config.api_keys, config.hash_seed) == ("mine", ("a",), "7")
 
 
 async def test_pod_headers_on_generating_routes_only() -> None:

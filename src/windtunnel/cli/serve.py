@@ -45,7 +45,11 @@ def serve(context: typer.Context) -> None:
         typer.echo(f"warning: {warning}", err=True)
     from windtunnel.serve.server import run
 
-    run(parsed.config)
+    try:
+        run(parsed.config)
+    except UsageError as error:
+        typer.echo(f"windtunnel serve: {error}", err=True)
+        raise typer.Exit(USAGE) from None
 
 
 def environment_flags(args: list[str]) -> list[str]:
@@ -57,6 +61,8 @@ def environment_flags(args: list[str]) -> list[str]:
     for variable, flag in _VALUES.items():
         if os.environ.get(variable) and not named(flag, args):
             flags += [f"--{flag}={os.environ[variable]}"]
+    if os.environ.get("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "1").lower() in ("0", "false"):
+        flags.append("--kv-events-hashes=bytes")
     return flags
 
 

@@ -125,7 +125,7 @@ _ENTRIES = (
         summary="the engine core dies after so many steps; the server follows when its watchdog has seen it",
         seam="engine",
         models=("vLLM #43226", "vLLM #46240"),
-        finding="unterminated_stream",
+        finding="wedged",
         option="steps, default 20",
     ),
 )

@@ -3,11 +3,11 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from windtunnel.lab.connection import Connection, ConnectionCut, How, MalformedResponse, request_bytes
+from windtunnel.lab.connection import Connection, ConnectionCut, How, MalformedResponse, Origin, fetch, request_bytes
 from windtunnel.lab.plan import Api, Moment, Trigger
 from windtunnel.lab.record import Ask, End, StreamRecord
 from windtunnel.lab.target import Target
@@ -26,6 +26,10 @@ class Session:
     start_ns: int = field(default_factory=time.monotonic_ns)
     clients: int = 0
     opened: int = 0
+    kind: str = "unknown"
+    """The engine kind: it decides the route by which requests are aborted."""
+    notes: dict[str, None] = field(default_factory=dict)
+    """What whoever reads the result should know, once each."""
     last_closed_ns: int = 0
 
     def now_ns(self) -> int:
@@ -34,12 +38,14 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """How and when this client leaves. `cue` is waited for in states that only the target can tell."""
+    """How and when this client leaves. `wait` returns in a state that only the target knows, with the state's name."""
 
     how: How
     when: Trigger
-    cue: asyncio.Event | None = None
+    wait: Callable[[Ask, Moment], Awaitable[str]] | None = None
     gate: "Gate | None" = None
+    stall_ns: int = 0
+    """How long a client that stops reading stays."""
 
 
 class Gate:
@@ -69,6 +75,8 @@ def request_body(target: Target, ask: Ask) -> bytes:
         {"messages": [{"role": "user", "content": ask.prompt}]} if ask.api is Api.CHAT else {"prompt": ask.prompt}
     )
     options = {"max_tokens": ask.max_tokens, "temperature": 0, "ignore_eos": True, "stream": ask.stream}
+    if ask.n > 1:
+        options |= {"n": ask.n, "temperature": 1}  # greedy decoding takes one choice only (vLLM reference §2.2)
     return json.dumps({"model": target.model, **prompt, **options}).encode()
 
 
@@ -96,10 +104,18 @@ async def run_request(session: Session, ask: Ask, leave: Leave | None = None) ->
     return recorder.record()
 
 
+def request_headers(target: Target, ask: Ask) -> Mapping[str, str]:
+    """The target's headers and the request's id, unless the person who runs the storm has given one."""
+    own = {"x-request-id": ask.request_id} if ask.request_id else {}
+    return {**own, **target.headers}
+
+
 async def _exchange(session: Session, recorder: "_Recorder", leave: Leave | None) -> None:
     target, ask = session.target, recorder.ask
-    data = request_bytes("POST", target.origin, target.path(ask.api), target.headers, request_body(target, ask))
-    connection = await Connection.open(target.origin)
+    body = request_body(target, ask)
+    data = request_bytes("POST", target.origin, target.path(ask.api), request_headers(target, ask), body)
+    killed = leave is not None and leave.how is How.KILL
+    connection = await (Connection.open_in_process if killed else Connection.open)(target.origin)
     try:
         if leave is not None and leave.when.moment is Moment.INCOMPLETE:
             await connection.send(data[:-1])
@@ -114,6 +130,7 @@ async def _exchange(session: Session, recorder: "_Recorder", leave: Leave | None
             await _cancelled(reading)
     finally:
         connection.leave(How.FIN)
+        await connection.closed()
 
 
 async def _until_leaving(connection: Connection, recorder: "_Recorder", leave: Leave, reading: asyncio.Future[None]) -> None:
@@ -135,23 +152,59 @@ async def _due(recorder: "_Recorder", leave: Leave) -> None:
     if moment is Moment.TOKENS:
         recorder.tokens_wanted = leave.when.count
         await recorder.enough.wait()
+    elif moment is Moment.END:
+        recorder.tokens_wanted = recorder.ask.max_tokens - leave.when.count
+        await recorder.enough.wait()
     elif moment is Moment.HEAD:
         await recorder.head_seen.wait()
     elif moment is Moment.AFTER:
         await asyncio.sleep(leave.when.after_ns / 1e9)
-    elif moment is Moment.QUEUED and leave.cue is not None:
-        await leave.cue.wait()
+    elif moment.of_target and leave.wait is not None:
+        recorder.state = await leave.wait(recorder.ask, moment)
     if leave.gate is not None:
         recorder.at_gate = True
         leave.gate.count_in()
         await leave.gate.passed()
+    recorder.due()
 
 
 async def _go(connection: Connection, recorder: "_Recorder", leave: Leave, reading: asyncio.Future[None] | None) -> None:
-    recorder.left()
-    connection.leave(leave.how)
-    if leave.how is How.HALF_CLOSE and reading is not None:
+    if leave.how is How.STOP_READING and reading is not None:
+        await _cancelled(reading)
+        connection.stop_reading()
+        await asyncio.sleep(leave.stall_ns / 1e9)
+    recorder.left(leave.how)
+    if leave.how is How.ABORT_ID:
+        await _abort_by_id(recorder)
+    else:
+        connection.leave(leave.how)
+    if leave.how in (How.HALF_CLOSE, How.ABORT_ID) and reading is not None:
         await asyncio.wait({reading}, timeout=recorder.session.linger_ns / 1e9)
+
+
+_ABORT_ROUTES: Mapping[str, tuple[tuple[str, Callable[[str], dict[str, Any]]], ...]] = {
+    "sglang": (("/abort_request", lambda request_id: {"rid": request_id}),),
+    "vllm": (
+        ("/abort_requests", lambda request_id: {"request_ids": [request_id]}),
+        ("/inference/v1/abort_requests", lambda request_id: {"request_ids": [request_id]}),
+    ),
+}
+"""Engine kind → routes that abort by id, tried in turn (vLLM reference §1.3 and §1.4, SGLang reference §5)."""
+
+
+async def _abort_by_id(recorder: "_Recorder") -> None:
+    """Ask the target to abort this request. vLLM wants the engine's id: for completions that is `ID-0` (reference §1.4)."""
+    session, ask = recorder.session, recorder.ask
+    kind = session.kind if session.kind in _ABORT_ROUTES else "vllm"
+    prefix = {Api.COMPLETIONS: "cmpl-", Api.CHAT: "chatcmpl-"}[ask.api]
+    request_id = recorder.response_id or prefix + ask.request_id
+    if kind == "vllm" and ask.api is Api.COMPLETIONS:
+        request_id += "-0"
+    root = Origin(session.target.origin.scheme, session.target.origin.host, session.target.origin.port)
+    for path, body in _ABORT_ROUTES[kind]:
+        if (await fetch(root, "POST", path, session.target.headers, body(request_id))).status == 200:
+            return
+    session.notes["no abort route answered with 200: victims that should have been aborted by id only stopped"] = None
 
 
 async def _cancelled(task: asyncio.Future[None]) -> None:
@@ -208,7 +261,10 @@ class _Recorder:
         self._done = False
         self._end: End | None = None
         self.error: str | None = None
-        self._left: tuple[str, int, int] | None = None
+        self._left: tuple[str, int, int, str] | None = None
+        self._due_ns: int | None = None
+        self._finished: set[int] = set()
+        self.response_id: str | None = None
 
     def head(self, status: int) -> None:
         self._status = status
@@ -229,10 +285,16 @@ class _Recorder:
         if payload.get("error") is not None:
             self._end = End.ERROR_FRAME
             self.error = _shorten(data)
+        self.response_id = self.response_id or payload.get("id")
         for choice in payload.get("choices") or ():
             self._choice(choice)
 
     def _choice(self, choice: dict[str, Any]) -> None:
+        index = choice.get("index") or 0
+        if choice.get("finish_reason"):
+            self._finished.add(index)
+        if index:
+            return
         delta = choice.get("delta") or choice.get("message") or {}
         text = choice.get("text") or delta.get("content") or delta.get("reasoning") or ""
         if text:
@@ -255,10 +317,12 @@ class _Recorder:
             self.error = f"{self.error}{'' if self._done else ' (and no terminator)'}"
         elif rest.strip():
             self.ended(End.UNTERMINATED, error="the body ends inside a frame")
-        elif self._finish_reason and self._done:
+        elif self._finish_reason and self._done and len(self._finished) >= self.ask.n:
             self._end = End.FINISHED
+        elif self._done and not self._frame_ns:
+            self.ended(End.EMPTY, error="the terminator and nothing else")
         else:
-            missing = "finish reason" if self._done else "terminator"
+            missing = "terminator" if not self._done else f"finish reason ({len(self._finished)} of {self.ask.n})"
             self.ended(End.UNTERMINATED, error=f"the body ends without {missing} after {len(self._frame_ns)} frames of text")
 
     def ended(self, end: End, *, error: str) -> None:
@@ -270,8 +334,11 @@ class _Recorder:
         if self._left is None:
             self.ended(end, error=f"{error} (state {self.state})")
 
-    def left(self) -> None:
-        self._left = (self.state, self.session.now_ns(), len(self.words()))
+    def due(self) -> None:
+        self._due_ns = self.session.now_ns()
+
+    def left(self, how: How) -> None:
+        self._left = (self.state, self.session.now_ns(), len(self.words()), how.value)
 
     def words(self) -> tuple[str, ...]:
         return tuple("".join(self._texts).split())
@@ -279,7 +346,7 @@ class _Recorder:
     def record(self) -> StreamRecord:
         words = self.words()
         end = End.LEFT if self._left else self._end or End.CUT
-        state, left_ns, words_at_leaving = self._left or (None, None, len(words))
+        state, left_ns, words_at_leaving, how = self._left or (None, None, len(words), None)
         return StreamRecord(
             ask=self.ask,
             end=end,
@@ -293,6 +360,8 @@ class _Recorder:
             error=self.error,
             left_in=state,
             left_ns=left_ns,
+            due_ns=self._due_ns,
+            left_by=how,
             words_after_leaving=len(words) - words_at_leaving,
         )
 

@@ -13,9 +13,12 @@ import json
 import socket
 import ssl
 import struct
+import sys
 from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -26,14 +29,24 @@ INFORMATIONAL_LIMIT = 8
 _NO_BODY = frozenset({204, 304})
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 _READ_BYTES = 64 * 1024
+_RELAY = Path(__file__).with_name("relay.py")
+_SMALL_BUFFER_BYTES = 4096
 
 
 class How(Enum):
-    """How a client leaves."""
+    """How a client leaves. The first three are ends of one socket (`Connection.leave`), the others are procedures."""
 
     FIN = "fin"
     RST = "rst"
     HALF_CLOSE = "half-close"
+    STOP_READING = "stop-reading"
+    """Reads nothing more for a while (a slow loris on the response), then closes."""
+    TIMEOUT_RETRY = "timeout-retry"
+    """Closes, as a client does whose time is up, and sends the same request again."""
+    ABORT_ID = "abort-id"
+    """Stays, and has its request aborted by id."""
+    KILL = "kill"
+    """The client's process is killed (SIGKILL)."""
 
 
 class ConnectionCut(Exception):
@@ -102,9 +115,12 @@ def request_bytes(method: str, origin: Origin, path: str, headers: Mapping[str, 
 class Connection:
     """One open socket. Owned by the coroutine that opened it, which also ends it with `leave`."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, process: asyncio.subprocess.Process | None = None
+    ) -> None:
         self._reader = reader
         self._writer = writer
+        self._process = process
 
     @classmethod
     async def open(cls, origin: Origin) -> "Connection":
@@ -115,6 +131,33 @@ class Connection:
         if raw is not None:
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return cls(reader, writer)
+
+    @classmethod
+    async def open_in_process(cls, origin: Origin) -> "Connection":
+        """A connection that a process of its own holds (`lab.relay`), so that the process can be killed. Plain HTTP only."""
+        if origin.scheme == "https":
+            raise OSError("kill: a client process of its own speaks plain HTTP only")
+        pipe = asyncio.subprocess.PIPE
+        words = (sys.executable, "-I", "-S", str(_RELAY), origin.host, str(origin.port))
+        process = await asyncio.create_subprocess_exec(
+            *words, stdin=pipe, stdout=pipe, stderr=asyncio.subprocess.DEVNULL, limit=HEAD_LIMIT_BYTES
+        )
+        assert process.stdout is not None and process.stdin is not None
+        return cls(process.stdout, process.stdin, process)
+
+    async def closed(self) -> None:
+        """After `leave`: the process of the connection, if it has one, is gone."""
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                self._process.kill()
+            await self._process.wait()
+
+    def stop_reading(self) -> None:
+        """The socket stays open and nothing more is taken from it; the kernel's buffer is made as small as it can be."""
+        raw = self._writer.get_extra_info("socket")
+        if raw is not None:
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SMALL_BUFFER_BYTES)
+        self._writer.transport.pause_reading()  # type: ignore[attr-defined]  # a stream's transport reads, too
 
     async def send(self, data: bytes) -> None:
         self._writer.write(data)
@@ -153,7 +196,14 @@ class Connection:
         return bytes(out)
 
     def leave(self, how: How) -> None:
-        """End this side: FIN closes, RST resets, HALF_CLOSE shuts the sending side and leaves the socket readable."""
+        """End this side: FIN closes, RST resets, HALF_CLOSE shuts the sending side and leaves the socket readable.
+
+        KILL kills the process that holds the socket. The other ways close like FIN.
+        """
+        if how is How.KILL and self._process is not None:
+            with suppress(ProcessLookupError):
+                self._process.kill()
+            return
         if how is How.HALF_CLOSE:
             if self._writer.can_write_eof() and not self._writer.transport.is_closing():
                 self._writer.write_eof()
@@ -162,7 +212,8 @@ class Connection:
             raw = self._writer.get_extra_info("socket")
             if raw is not None and raw.fileno() >= 0:
                 raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
-        self._writer.transport.abort()
+        if self._process is None or not self._writer.transport.is_closing():
+            self._writer.transport.abort()
 
     async def _until(self, separator: bytes) -> bytes:
         try:

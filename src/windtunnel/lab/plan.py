@@ -1,6 +1,7 @@
 """What a storm is: frozen values, checked before a byte is sent."""
 
 import ipaddress
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -16,21 +17,39 @@ class Role(Enum):
     SURVIVOR = "survivor"
     BYSTANDER = "bystander"
     LATER = "later"
+    CALM = "calm"
+    """Before the storm, the shape of a survivor: what the survivors are compared with."""
+    RETRY = "retry"
+    """The last attempt of a victim that retries: it stays."""
+    KNOWN = "known"
+    """One of a pair of equal requests before and after the storm."""
 
 
 class Moment(Enum):
     """The state a victim is in when it leaves.
 
-    `QUEUED` is inferred: no word has come and the target's waiting gauge is above its baseline. The others are seen by the
-    client itself.
+    QUEUED, PREFILL, TRANSFER and BETWEEN are states of the target: read from `/debug/requests` where the target has it,
+    otherwise inferred from its gauges (`lab.states`). The others are seen by the client itself.
     """
 
     INCOMPLETE = "incomplete"
     SENT = "sent"
     QUEUED = "queued"
+    PREFILL = "prefill"
+    TRANSFER = "transfer"
+    """The KV cache is on its way from prefill to decode worker."""
+    BETWEEN = "between-legs"
+    """The prefill leg has ended and the decode leg has not begun."""
     HEAD = "head"
     TOKENS = "tokens"
+    END = "end"
+    """So many tokens before the last."""
     AFTER = "after"
+
+    @property
+    def of_target(self) -> bool:
+        """A state that only the target knows."""
+        return self in (Moment.QUEUED, Moment.PREFILL, Moment.TRANSFER, Moment.BETWEEN)
 
 
 class Api(Enum):
@@ -42,44 +61,59 @@ class Api(Enum):
         return {"completions": "/v1/completions", "chat": "/v1/chat/completions"}[self.value]
 
 
+_HOWS = ", ".join(how.value for how in How)
+
+
 class PlanError(ValueError):
     """A plan that cannot or must not be run; the message names the field and the way out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trigger:
-    """When a victim leaves. `count` belongs to TOKENS, `after_ns` to AFTER."""
+    """When a victim leaves. `count` belongs to TOKENS and END, `after_ns` to AFTER."""
 
     moment: Moment = Moment.TOKENS
     count: int = 3
     after_ns: int = 0
 
     def __str__(self) -> str:
-        tail = {Moment.TOKENS: f":{self.count}", Moment.AFTER: f":{format_duration(self.after_ns)}"}
+        tail = {
+            Moment.TOKENS: f":{self.count}",
+            Moment.END: f":{self.count}",
+            Moment.AFTER: f":{format_duration(self.after_ns)}",
+        }
         return self.moment.value + tail.get(self.moment, "")
 
 
 def parse_trigger(text: str) -> Trigger:
-    """`incomplete`, `sent`, `queued`, `head`, `tokens:3` or `after:50ms`."""
+    """`incomplete`, `sent`, a state of the target, `head`, `tokens:3`, `end:1` or `after:50ms`."""
     name, _, value = text.partition(":")
     try:
-        if name == "tokens" and int(value) > 0:
-            return Trigger(Moment.TOKENS, count=int(value))
+        if name in ("tokens", "end") and int(value) > 0:
+            return Trigger(Moment(name), count=int(value))
         if name == "after":
             return Trigger(Moment.AFTER, count=0, after_ns=parse_duration_ns(value))
-        if name in ("incomplete", "sent", "queued", "head") and not value:
+        if name not in ("tokens", "end", "after") and not value:
             return Trigger(Moment(name), count=0)
     except ValueError:
         pass
-    raise PlanError(f"when: {text!r} is none of incomplete, sent, queued, head, tokens:N (N > 0), after:DURATION (after:50ms)")
+    raise PlanError(
+        f"when: {text!r} is none of incomplete, sent, queued, prefill, transfer, between-legs, head, tokens:N (N > 0),"
+        " end:N (N tokens before the last), after:DURATION (after:50ms)"
+    )
+
+
+def parse_triggers(text: str) -> tuple[Trigger, ...]:
+    """A comma list of moments that victims take in turns."""
+    return tuple(parse_trigger(part.strip()) for part in text.split(","))
 
 
 def parse_hows(text: str) -> tuple[How, ...]:
-    """A comma list of fin, rst and half-close; victims take turns."""
+    """A comma list of ways of leaving that victims take in turns."""
     try:
         return tuple(How(part.strip()) for part in text.split(","))
     except ValueError:
-        raise PlanError(f"how: {text!r} is not a comma list of fin, rst, half-close") from None
+        raise PlanError(f"how: {text!r} is not a comma list of {_HOWS}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +124,8 @@ class Shape:
     prompt_words: int = 16
     max_tokens: int = 16
     stream: bool = True
+    n: int = 1
+    """So many choices; the first is checked word by word, the others for their end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +160,25 @@ class StormPlan:
     survivors: int = 0
     how: tuple[How, ...] = (How.FIN,)
     when: Trigger = Trigger()
+    also: tuple[Trigger, ...] = ()
+    """Further moments; victims take `when` and these in turns."""
     victim_concurrency: int = 0
     """So many victims at once; 0: all of a round."""
     hold: bool = False
     """Bring all victims of a round into the state before any of them leaves."""
+    ramp_ns: int = 0
+    """The victims of a round start over so long, ever more densely."""
+    burst: int = 0
+    """The victims of a round start in groups of so many, `burst_gap_ns` apart; 0: no groups."""
+    burst_gap_ns: int = 100 * MS
+    soak_ns: int = 0
+    """Rounds repeat until so long has passed, whatever `rounds` says, within the limits."""
+    retries: int = 2
+    """How often a victim that leaves by timeout-retry tries again; the last attempt stays."""
+    stall_ns: int = 1 * S
+    """How long a victim that has stopped reading keeps its connection."""
+    same_id: bool = False
+    """All victims of a round send the same `X-Request-Id`."""
     victim: Shape = Shape(max_tokens=256)
     survivor: Shape = Shape(max_tokens=64)
     bystanders: int = 40
@@ -138,6 +189,13 @@ class StormPlan:
     later: int = 20
     later_shape: Shape = Shape(max_tokens=16)
     later_concurrency: int = 4
+    calm: int = 0
+    """Streams of the survivors' shape before the storm: the arm without a storm."""
+    known: int = 3
+    """Pairs of equal requests at temperature 0, before and after, where the target does not speak the oracle's words."""
+    drain: int = 0
+    """After all else: open so many streams, send the server's process SIGTERM, and see streams and process end."""
+    drain_deadline_ns: int = 10 * S
     quiet_before_later: bool = True
     """Wait for quiet between the bystanders and the later streams, so that what the victims left is seen alone."""
     sample_every_ns: int = 50 * MS
@@ -155,7 +213,12 @@ class StormPlan:
     @property
     def requests(self) -> int:
         """How many requests the storm sends, samples and probes aside."""
-        return (self.victims + self.survivors) * self.rounds + self.bystanders + self.later
+        attempts = self.victims * (1 + (self.retries if How.TIMEOUT_RETRY in self.how else 0))
+        return (attempts + self.survivors) * self.rounds + self.bystanders + self.later + self.calm + self.drain
+
+    @property
+    def triggers(self) -> tuple[Trigger, ...]:
+        return (self.when, *self.also)
 
     @property
     def concurrency(self) -> int:
@@ -172,6 +235,16 @@ _AT_LEAST = {
     "bystanders": 0,
     "bystander_concurrency": 1,
     "bystander_gap_ns": 0,
+    "ramp_ns": 0,
+    "burst": 0,
+    "burst_gap_ns": 0,
+    "soak_ns": 0,
+    "retries": 1,
+    "stall_ns": 0,
+    "calm": 0,
+    "known": 0,
+    "drain": 0,
+    "drain_deadline_ns": 0,
     "later": 0,
     "later_concurrency": 1,
     "sample_every_ns": MS,
@@ -190,11 +263,13 @@ def check_plan(plan: StormPlan) -> None:
     for name in ("victim", "survivor", "later_shape"):
         _check_shape(name, getattr(plan, name))
     if not plan.how:
-        raise PlanError("how: at least one of fin, rst, half-close")
+        raise PlanError(f"how: at least one of {_HOWS}")
     if plan.oracle not in ("auto", "on", "off"):
         raise PlanError(f"oracle: {plan.oracle!r} is none of auto, on, off")
-    if not plan.victim.stream and plan.when.moment in (Moment.TOKENS, Moment.HEAD):
-        raise PlanError(f"when: {plan.when} needs a streaming victim; without streaming use after:DURATION, sent or queued")
+    for trigger in plan.triggers:
+        _check_trigger(plan, trigger)
+    if plan.hold and (plan.ramp_ns or plan.burst):
+        raise PlanError("hold: all victims wait for the last, so ramp and burst change nothing; leave them at 0")
     if plan.hold and 0 < plan.victim_concurrency < plan.victims:
         raise PlanError("hold: needs all victims at once; leave victim_concurrency at 0")
     if plan.bystanders and not plan.bystander_kinds:
@@ -202,9 +277,28 @@ def check_plan(plan: StormPlan) -> None:
     _check_limits(plan)
 
 
+def _check_trigger(plan: StormPlan, trigger: Trigger) -> None:
+    if not plan.victim.stream and trigger.moment in (Moment.TOKENS, Moment.HEAD, Moment.END):
+        raise PlanError(f"when: {trigger} needs a streaming victim; without streaming use after:DURATION, sent or queued")
+    if trigger.moment is Moment.END and trigger.count >= plan.victim.max_tokens:
+        raise PlanError(f"when: {trigger} is not within the {plan.victim.max_tokens} tokens of victim.max_tokens")
+    if trigger.moment is Moment.INCOMPLETE and {How.ABORT_ID, How.STOP_READING} & set(plan.how):
+        raise PlanError("when: incomplete has no request to abort and no response to read; use fin, rst, half-close or kill")
+
+
+def start_offsets(plan: StormPlan) -> list[int]:
+    """When each victim of a round starts, in ns from the round's start; a ramp's density rises linearly."""
+    count = plan.victims
+    if plan.burst:
+        return [(index // plan.burst) * plan.burst_gap_ns for index in range(count)]
+    return [round(plan.ramp_ns * math.sqrt(index / max(count - 1, 1))) for index in range(count)]
+
+
 def _check_shape(name: str, shape: Shape) -> None:
     if not 1 <= shape.max_tokens <= 1_000_000:
         raise PlanError(f"{name}.max_tokens: {shape.max_tokens} is not in 1…1000000")
+    if not 1 <= shape.n <= 64:
+        raise PlanError(f"{name}.n: {shape.n} is not in 1…64")
     if not 1 <= shape.prompt_words <= 1_000_000:
         raise PlanError(f"{name}.prompt_words: {shape.prompt_words} is not in 1…1000000")
 

@@ -18,6 +18,8 @@ class End(Enum):
     """An error inside a 200 stream."""
     UNTERMINATED = "unterminated"
     """The body ended properly, but without finish reason or terminator."""
+    EMPTY = "empty"
+    """A stream that is its terminator and nothing else."""
     CUT = "cut"
     """The connection ended inside the message."""
     MALFORMED = "malformed"
@@ -61,6 +63,9 @@ class Ask:
     prompt: str
     max_tokens: int
     stream: bool
+    n: int = 1
+    request_id: str = ""
+    """Sent as `X-Request-Id`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,15 +85,18 @@ class StreamRecord:
     error: str | None = None
     fault: TextFault | None = None
     left_in: str | None = None
-    """The state the client was in when it left: `incomplete`, `sent`, `head` or `tokens:N`."""
+    """The state it left in: `incomplete`, `sent`, `head`, `tokens:N`, or the target's, as `queued` or `queued (inferred)`."""
     left_ns: int | None = None
+    due_ns: int | None = None
+    """When the state in which it leaves was reached."""
+    left_by: str | None = None
     words_after_leaving: int = 0
     """Read after a half-close."""
 
     @property
     def complete(self) -> bool:
         """Answered in full: a proper end and nothing wrong with the text."""
-        return self.end is End.FINISHED and self.fault is None
+        return self.end is End.FINISHED and self.fault is None and self.finish_reason != "abort"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +132,8 @@ class Sample:
     counters: Mapping[str, float]
     status: int | None = 200
     error: str | None = None
+    process: Mapping[str, float] = field(default_factory=dict)
+    """`rss_bytes`, `threads`, `fds`, `sockets` of the server's process, where that is ours to see."""
 
     @property
     def usable(self) -> bool:
@@ -135,6 +145,36 @@ class Phase:
     name: str
     started_ns: int
     ended_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class KnownPair:
+    """One prompt, answered before and after the storm at temperature 0."""
+
+    tag: int
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DirectCheck:
+    """A client that leaves a worker which it asked without the router: how long the worker ran on (None: too long)."""
+
+    source: str
+    freed_ns: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class DrainRecord:
+    """What came after SIGTERM."""
+
+    streams: int
+    unended: int
+    """Streams that had neither ended nor failed at the deadline."""
+    exited_ns: int | None
+    """From the signal to the end of the process; None: it was still there at the deadline."""
+    deadline_ns: int
+    by_end: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +202,13 @@ class StormResult:
     """The sample after a probe request, taken only when it did not become quiet."""
     interrupted: str | None = None
     """Why the storm ended early."""
+    settled: Sample | None = None
+    """The last sample, taken when all requests of the storm had ended."""
+    known: tuple[KnownPair, ...] = ()
+    direct: DirectCheck | None = None
+    drain: DrainRecord | None = None
+    front: bool = False
+    """Whether the target is not itself one of the metrics sources: a router."""
     notes: tuple[str, ...] = field(default=())
 
     def of(self, *roles: Role) -> tuple[StreamRecord, ...]:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 from windtunnel.lab.client import Session
 from windtunnel.lab.connection import Answer, ConnectionCut, MalformedResponse, fetch
+from windtunnel.lab.process_facts import process_facts
 from windtunnel.lab.record import Sample
 from windtunnel.lab.target import (
     UNKNOWN,
@@ -43,6 +44,8 @@ class Sampler:
         self.samples: list[Sample] = []
         self.phase = "baseline"
         self.kinds = tuple(kinds)
+        self.pid: int | None = None
+        """The server's process, when it is ours to see."""
         self._session = session
         self._listeners: list[Callable[[Sample], None]] = []
 
@@ -89,7 +92,8 @@ class Sampler:
             status, error = failure.status, str(failure)
         came = session.opened > opened
         clients = max(clients, session.clients, came)
-        taken = Sample(at_ns, phase, clients, session.opened, gauges, counters, status, error)
+        process = process_facts(self.pid) if self.pid is not None else {}
+        taken = Sample(at_ns, phase, clients, session.opened, gauges, counters, status, error, process)
         self.samples.append(taken)
         for listener in self._listeners:
             listener(taken)

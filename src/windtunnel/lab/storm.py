@@ -1,6 +1,10 @@
 """One storm: victims leave, bystanders ask, later streams are counted, and the metrics are watched until it is quiet.
 
-    baseline → (victims + survivors → bystanders) × rounds → survivors end → quiet, else probe → later streams
+    baseline → calm → (victims + survivors → bystanders) × rounds → survivors end → quiet, else probe → later streams
+        → known answers again → direct check → drain
+
+Calm streams, known answers, the direct check behind a router and the drain are there only when the plan or the target calls for
+them.
 
 With `quiet_before_later` off the later streams come at once and quiet is waited for after them.
 
@@ -13,23 +17,23 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
-from random import Random
 
-from windtunnel.core import oracle
-from windtunnel.core.words import WORDS
+from windtunnel.lab.asks import AskMaker
 from windtunnel.lab.client import Gate, Leave, Session, request_body, run_request
-from windtunnel.lab.connection import ConnectionCut, MalformedResponse, fetch
+from windtunnel.lab.connection import ConnectionCut, How, MalformedResponse, fetch
+from windtunnel.lab.extras import Extras
 from windtunnel.lab.oracle_check import Known, check_text, judge
-from windtunnel.lab.plan import BystanderKind, Moment, Role, Shape, StormPlan, check_plan
+from windtunnel.lab.plan import BystanderKind, PlanError, Role, Shape, StormPlan, check_plan, start_offsets
 from windtunnel.lab.record import Ask, BystanderRecord, End, Phase, Sample, StormResult, StreamRecord
 from windtunnel.lab.sampler import Sampler, is_quiet, recognise_sources
+from windtunnel.lab.states import States
 from windtunnel.lab.target import Target, TargetError
 
 BASELINE_SAMPLES = 3
-QUEUED_PATIENCE_NS = 2_000_000_000
 QUIET_SAMPLES = 2
 """So many samples in a row must be quiet."""
 PROBE_TOKENS = 12
+PROBE_ATTEMPTS = 3
 _MODELS_PATH = "/v1/models"
 """What a bystander gets instead of `/metrics` where there are none."""
 
@@ -49,11 +53,19 @@ async def run_storm(
     *,
     stop: asyncio.Event | None = None,
     on_event: Callable[[StormEvent], None] | None = None,
+    pid: int | None = None,
 ) -> StormResult:
-    """Raises PlanError for a bad plan and TargetError when the target does not answer a plain request before the storm."""
+    """Raises PlanError for a bad plan and TargetError when the target does not answer a plain request before the storm.
+
+    `pid` is the server's process where it is ours to see; a drain needs it.
+    """
     check_plan(plan)
+    if plan.drain and pid is None:
+        raise PlanError("drain: needs the id of the server's process: --server-pid")
     session = Session(target, plan.request_timeout_ns, plan.linger_ns)
-    storm = _Storm(session, plan, Sampler(session, await recognise_sources(target)), on_event or (lambda _event: None))
+    sampler = Sampler(session, await recognise_sources(target))
+    sampler.pid, session.kind = pid, sampler.kind.name
+    storm = _Storm(session, plan, sampler, on_event or (lambda _event: None))
     working = asyncio.create_task(storm.run())
     stopping = asyncio.create_task((stop or asyncio.Event()).wait())
     limit_s = plan.limits.max_duration_ns / 1e9
@@ -65,6 +77,7 @@ async def run_storm(
         for task in (working, stopping):
             task.cancel()
         await asyncio.gather(working, stopping, return_exceptions=True)
+        await storm.states.close()
     if reason is None:
         working.result()
     return storm.result(reason)
@@ -74,6 +87,8 @@ def planned_asks(plan: StormPlan) -> Iterator[Ask]:
     """All generation requests of a plan, in the order in which they are made; the same seed makes the same ones."""
     maker = AskMaker(plan.seed)
     yield maker.ask(Role.PROBE, 0, Shape(max_tokens=PROBE_TOKENS))
+    for _ in range(plan.calm):
+        yield maker.ask(Role.CALM, 0, plan.survivor)
     for round_ in range(plan.rounds):
         for _ in range(plan.victims):
             yield maker.ask(Role.VICTIM, round_, plan.victim)
@@ -81,20 +96,6 @@ def planned_asks(plan: StormPlan) -> Iterator[Ask]:
             yield maker.ask(Role.SURVIVOR, round_, plan.survivor)
     for _ in range(plan.later):
         yield maker.ask(Role.LATER, 0, plan.later_shape)
-
-
-class AskMaker:
-    """Makes requests with prompts of their own. Owns the seeded generator and the running number."""
-
-    def __init__(self, seed: int) -> None:
-        self._random = Random(seed)
-        self._base = self._random.getrandbits(32) << 24
-        self._number = count(1)
-
-    def ask(self, role: Role, round_: int, shape: Shape) -> Ask:
-        tag = self._base + next(self._number)
-        filler = " ".join(self._random.choice(WORDS) for _ in range(shape.prompt_words))
-        return Ask(tag, role, round_, shape.api, f"{oracle.marker(tag)} {filler}", shape.max_tokens, shape.stream)
 
 
 class _Storm:
@@ -109,6 +110,8 @@ class _Storm:
         self.streams: list[StreamRecord] = []
         self.bystanders: list[BystanderRecord] = []
         self._phases: list[Phase] = []
+        self.states = States(session, sampler)
+        self.extras = Extras(session, plan, self.maker, self.streams, sampler)
         self._next_bystander = count()
         self._baseline: Sample | None = None
         self._oracle = False
@@ -116,18 +119,23 @@ class _Storm:
         self._quiet_ns: int | None = None
         self._at_deadline: Sample | None = None
         self._after_probe: Sample | None = None
+        self._settled: Sample | None = None
         self._notes: list[str] = []
 
     async def prepare(self) -> None:
         """Calibrate with one plain request, then read the baseline."""
         with self._phase("baseline"):
-            probe = await run_request(self.session, self._ask(Role.PROBE, Shape(max_tokens=PROBE_TOKENS)))
-            if probe.end is not End.FINISHED:
-                raise TargetError(
-                    f"{self.session.target.origin.url} does not answer a plain stream: {probe.end.value}, {probe.error}"
+            await self._calibrate()
+            self._baseline = self.states.baseline = await self._read_baseline()
+            if any(trigger.moment.of_target for trigger in self.plan.triggers):
+                await self.states.look()
+        if not self._oracle:
+            await self.extras.learn()
+        if self.plan.calm:
+            with self._phase("calm"):
+                await self._crowd(
+                    [(self._ask(Role.CALM, self.plan.survivor), None) for _ in range(self.plan.calm)], self.plan.calm
                 )
-            self._calibrate(probe)
-            self._baseline = await self._read_baseline()
         if not self.sampler.gauges().keys() & self._baseline.gauges.keys():
             self._notes.append("no known gauge on /metrics: leaks cannot be seen; name gauges with --watch")
 
@@ -143,14 +151,21 @@ class _Storm:
             raise TargetError(f"no metrics could be read before the storm: {self.sampler.samples[-1].error}")
         return last
 
-    def _calibrate(self, probe: StreamRecord) -> None:
-        fault = check_text(probe.ask.tag, probe.words, Known([probe.ask]), whole=None)
-        speaks = fault is None and bool(probe.words)
-        self._exact = len(probe.words) == probe.ask.max_tokens
-        self._oracle = self.plan.oracle == "on" or (self.plan.oracle == "auto" and speaks)
+    async def _calibrate(self) -> None:
+        """Ask plainly, again when the answer is not the oracle's: a target may answer every second request wrongly."""
+        probes: list[StreamRecord] = []
+        while len(probes) < PROBE_ATTEMPTS and not (probes and _speaks_oracle(probes[-1])):
+            probes.append(await run_request(self.session, self._ask(Role.PROBE, Shape(max_tokens=PROBE_TOKENS))))
+        self.streams += probes
+        last = probes[-1]
+        if not any(probe.end is End.FINISHED for probe in probes):
+            raise TargetError(
+                f"{self.session.target.origin.url} does not answer a plain stream: {last.end.value}, {last.error}"
+            )
+        self._exact = len(last.words) == last.ask.max_tokens
+        self._oracle = self.plan.oracle == "on" or (self.plan.oracle == "auto" and _speaks_oracle(last))
         if not self._oracle:
             self._notes.append("the target does not write the oracle's words: texts are not checked")
-        self.streams.append(probe)
 
     async def run(self) -> None:
         """All of it; the samples are taken beside the phases."""
@@ -163,8 +178,10 @@ class _Storm:
             await asyncio.gather(sampling, return_exceptions=True)
 
     async def phases(self) -> None:
-        for round_ in range(self.plan.rounds):
+        round_ = 0
+        while round_ < self.plan.rounds or self._soaks():
             await self._round(round_)
+            round_ += 1
         if self.plan.quiet_before_later:
             await self._settle()
         if self.plan.later:
@@ -174,43 +191,53 @@ class _Storm:
         if not self.plan.quiet_before_later:
             await self._settle()
         await self._observe()
+        await self._after()
+
+    def _soaks(self) -> bool:
+        """Whether another round is due by `soak_ns`, and the limit of requests leaves room for it."""
+        spent = self.session.opened + self.plan.victims + self.plan.survivors > self.plan.limits.max_requests
+        due = self.session.now_ns() < self.plan.soak_ns
+        if due and spent:
+            self._notes.append("the soak ended early at the limit of requests: raise it with --max-requests")
+        return due and not spent
+
+    async def _after(self) -> None:
+        """What is looked at once all requests have ended."""
+        if not self.sampler.blind:
+            await asyncio.sleep(2 * self.plan.sample_every_ns / 1e9)
+            taken = await self.sampler.sample()
+            self._settled = taken if taken.usable and not taken.clients else None
+        await self.extras.ask_again()
+        if self.extras.front and not self.sampler.blind and self._quiet_ns is None:
+            with self._phase("direct"):
+                await self.extras.leave_a_worker()
+        if self.plan.drain and self.sampler.pid is not None:
+            with self._phase("drain"):
+                await self.extras.drain(self.sampler.pid)
 
     async def _round(self, round_: int) -> None:
         plan = self.plan
         async with asyncio.TaskGroup() as survivors:
             with self._phase("storm"):
-                victims = [(self._ask(Role.VICTIM, plan.victim, round_), leave) for leave in self._leaves()]
+                victims = self._victims(round_)
                 for _ in range(plan.survivors):
                     survivors.create_task(self._follow(self._ask(Role.SURVIVOR, plan.survivor, round_)))
-                await self._crowd(victims, plan.victim_concurrency or plan.victims)
+                await self._crowd(victims, plan.victim_concurrency or plan.victims, start_offsets(plan))
             with self._phase("bystanders"):
                 await self._bystander_round(round_)
 
-    def _leaves(self) -> list[Leave]:
+    def _victims(self, round_: int) -> list[tuple[Ask, Leave]]:
+        """The victims of a round; ways and moments take turns, so that every pair of them comes up."""
         plan = self.plan
-        cue = self._queued_cue() if plan.when.moment is Moment.QUEUED else None
         gate = Gate(plan.victims, plan.request_timeout_ns // 2) if plan.hold else None
-        return [Leave(plan.how[index % len(plan.how)], plan.when, cue, gate) for index in range(plan.victims)]
-
-    def _queued_cue(self) -> asyncio.Event:
-        """Set by the first sample that shows more waiting requests than the baseline, or when patience is over."""
-        cue = asyncio.Event()
-
-        def look(sample: Sample) -> None:
-            assert self._baseline is not None
-            if sample.gauges.get("waiting", 0) > self._baseline.gauges.get("waiting", 0):
-                cue.set()
-
-        def give_up() -> None:
-            if not cue.is_set():
-                self._notes.append(
-                    f"no queue was seen on /metrics within {QUEUED_PATIENCE_NS / 1e9:g} s: victims left without one"
-                )
-                cue.set()
-
-        self.sampler.listen(look)
-        asyncio.get_running_loop().call_later(QUEUED_PATIENCE_NS / 1e9, give_up)
-        return cue
+        out = []
+        for index in range(plan.victims):
+            how = plan.how[index % len(plan.how)]
+            when = plan.triggers[index // len(plan.how) % len(plan.triggers)]
+            ask = self._ask(Role.VICTIM, plan.victim, round_)
+            ask = replace(ask, request_id=f"wt-same-{round_}") if plan.same_id else ask
+            out.append((ask, Leave(how, when, self.states.wait, gate, plan.stall_ns)))
+        return out
 
     async def _bystander_round(self, round_: int) -> None:
         """This round's share of the bystanders, by a few clients that each ask one after the other."""
@@ -254,18 +281,36 @@ class _Storm:
         self.streams.append(record)
         return BystanderRecord(kind.name, record.started_ns, record.ended_ns, kind.expect_status, record.status, error, ask.tag)
 
-    async def _crowd(self, asks: Sequence[tuple[Ask, Leave | None]], concurrency: int) -> None:
-        """All of `asks`, by so many clients that each send one after the other."""
-        todo = iter(asks)
+    async def _crowd(
+        self, asks: Sequence[tuple[Ask, Leave | None]], concurrency: int, offsets: Sequence[int] | None = None
+    ) -> None:
+        """All of `asks`, by so many clients that each send one after the other, none before its offset."""
+        begun_ns = self.session.now_ns()
+        todo = iter(zip(asks, offsets or [0] * len(asks), strict=True))
 
         async def one_client() -> None:
-            for ask, leave in todo:
+            for (ask, leave), offset_ns in todo:
+                early_ns = begun_ns + offset_ns - self.session.now_ns()
+                if early_ns > 0:
+                    await asyncio.sleep(early_ns / 1e9)
                 await self._follow(ask, leave)
 
         await _all([asyncio.create_task(one_client()) for _ in range(min(len(asks), concurrency))])
 
     async def _follow(self, ask: Ask, leave: Leave | None = None) -> None:
-        self.streams.append(await run_request(self.session, ask, leave))
+        record = await run_request(self.session, ask, leave)
+        self.streams.append(record)
+        if leave is not None and leave.how is How.TIMEOUT_RETRY and record.end is End.LEFT:
+            await self._retry(ask, replace(leave, gate=None))
+
+    async def _retry(self, ask: Ask, leave: Leave) -> None:
+        """All further attempts leave like the first, except the last, which stays."""
+        for left in reversed(range(self.plan.retries)):
+            again = self.maker.again(ask, Role.VICTIM if left else Role.RETRY)
+            record = await run_request(self.session, again, leave if left else None)
+            self.streams.append(record)
+            if record.end is not End.LEFT:
+                return
 
     async def _settle(self) -> None:
         """Wait for quiet; without it, ask once more and see whether the gauges were only stale."""
@@ -334,6 +379,8 @@ class _Storm:
         streams = self.streams
         if self._oracle:
             streams = judge(streams, Known(record.ask for record in streams), exact_length=self._exact)
+        if self.states.missed:
+            self._notes.append(f"{self.states.missed} victims left without having been seen in the state they waited for")
         victims = [record for record in streams if record.ask.role is Role.VICTIM]
         if victims and not any(record.left_ns for record in victims):
             self._notes.append("no victim left: all had ended before their moment came; raise max_tokens or leave earlier")
@@ -354,8 +401,18 @@ class _Storm:
             at_deadline=self._at_deadline,
             after_probe=self._after_probe,
             interrupted=interrupted,
-            notes=tuple(self._notes),
+            settled=self._settled,
+            known=tuple(self.extras.known),
+            direct=self.extras.direct,
+            drain=self.extras.drained,
+            front=self.extras.front,
+            notes=(*self._notes, *self.session.notes),
         )
+
+
+def _speaks_oracle(probe: StreamRecord) -> bool:
+    fault = check_text(probe.ask.tag, probe.words, Known([probe.ask]), whole=None)
+    return probe.end is End.FINISHED and fault is None and bool(probe.words)
 
 
 async def _all(tasks: list["asyncio.Task[None]"]) -> None:

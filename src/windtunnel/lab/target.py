@@ -275,3 +275,14 @@ async def find_model(target_url: str, headers: Mapping[str, str]) -> str:
         raise TargetError(f"{origin.url}{path}: {error}") from error
     except (ValueError, LookupError, TypeError) as error:
         raise TargetError(f"{origin.url}{path} does not list a model; name one with --model") from error
+
+
+async def find_context(target: Target) -> int | None:
+    """The context window in tokens that `/v1/models` gives (`max_model_len`, vLLM), or None."""
+    path = "/models" if target.origin.prefix.endswith("/v1") else "/v1/models"
+    try:
+        answer = await fetch(target.origin, "GET", path, target.headers)
+        cards = json.loads(answer.body)["data"]
+        return int(next(card["max_model_len"] for card in cards if card["id"] == target.model))
+    except (OSError, ConnectionCut, MalformedResponse, ValueError, LookupError, TypeError, StopIteration):
+        return None

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from windtunnel.core.units import MS, S
 from windtunnel.serve.failures import FailureConfig
+from windtunnel.serve.kv_config import KvEventsConfig
 
 Engine = Literal["vllm", "sglang"]
 Runner = Literal["generate", "pooling"]
@@ -60,7 +61,6 @@ class EngineSettings:
     max_loras: int = 1
     async_scheduling: bool = False
     prefix_caching_hash_algo: str = "sha256"
-    hash_seed: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,9 @@ class ServeConfig:
     lora_modules: tuple[tuple[str, str], ...] = ()
     enable_lora: bool = False
     runtime_lora: bool = False
+    data_parallel_size: int = 1
     seed: int = 0
+    hash_seed: str | None = None
     vllm_version: str = "0.33.0"
     api_keys: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
@@ -136,6 +138,7 @@ class ServeConfig:
     pacing: PacingConfig = field(default_factory=PacingConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     scheduler: EngineSettings = field(default_factory=EngineSettings)
+    kv_events: KvEventsConfig = field(default_factory=KvEventsConfig)
     failures: FailureConfig = field(default_factory=FailureConfig)
     limits: ServerLimits = field(default_factory=ServerLimits)
 

@@ -1,6 +1,8 @@
 """From the server's settings to an engine, its pacing and its metrics."""
 
+import secrets
 import time
+from dataclasses import replace
 
 from windtunnel.core.pacing import Draws, Duration, Pacing, RequestPacing, StepPacing
 from windtunnel.core.tokenizer import Tokenizer
@@ -23,13 +25,21 @@ def engine_config(config: ServeConfig, tokenizer: Tokenizer) -> VllmEngineConfig
         long_prefill_token_threshold=settings.long_prefill_token_threshold,
         enable_prefix_caching=settings.enable_prefix_caching,
         prefix_caching_hash_algo=settings.prefix_caching_hash_algo,
-        hash_seed=settings.hash_seed,
         max_num_queued_reqs=settings.max_num_queued_reqs,
         max_num_queued_tokens=settings.max_num_queued_tokens,
         max_loras=settings.max_loras if config.lora else 0,
         async_scheduling=settings.async_scheduling,
         eos_token_id=tokenizer.eos_token_id,
+        hash_seed=config.hash_seed,
+        collect_kv_events=config.kv_events.publishes,
     )
+
+
+def with_hash_seed(config: ServeConfig) -> ServeConfig:
+    """The xxhash kinds draw their root for each process when PYTHONHASHSEED is unset (vLLM reference §6.3)."""
+    if config.hash_seed is not None or not config.scheduler.prefix_caching_hash_algo.startswith("xxhash"):
+        return config
+    return replace(config, hash_seed=secrets.token_hex(16))
 
 
 def make_pacing(config: PacingConfig, draws: Draws) -> Pacing:
@@ -58,4 +68,6 @@ def make_metrics(config: ServeConfig, engine: VllmEngineConfig) -> VllmMetrics:
         enable_prefix_caching=engine.enable_prefix_caching,
         prefix_caching_hash_algo=engine.prefix_caching_hash_algo,
     )
-    return VllmMetrics(config.names[0], [0], engine.max_model_len, labels, time.time, engine.max_loras or None)
+    return VllmMetrics(
+        config.names[0], range(config.data_parallel_size), engine.max_model_len, labels, time.time, engine.max_loras or None
+    )

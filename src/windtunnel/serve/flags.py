@@ -14,7 +14,9 @@ from windtunnel.serve.config import ServeConfig, UsageError
 from windtunnel.serve.config_file import read_config_file
 from windtunnel.serve.failures import FAILURES
 from windtunnel.serve.foreign_flags import FOREIGN_FLAGS, SHORT_FLAGS
+from windtunnel.serve.kv_config import check_kv_events, parse_endpoint, parse_kv_events
 from windtunnel.serve.seams import resolve
+from windtunnel.wire.kv_events import FORMATS, HASH_FORMS
 
 Parse = Callable[[Any], Any]
 
@@ -119,6 +121,10 @@ def _failure_types(value: Any) -> tuple[str, ...]:
         if kind not in FAILURES:
             raise ValueError(f"{kind!r} is not one of {', '.join(FAILURES)}")
     return kinds
+
+
+def _map_or_array(value: Any) -> str:
+    return "map" if _boolean(value) else "array"
 
 
 def _range(value: Any) -> tuple[int, int]:
@@ -294,11 +300,26 @@ FLAGS: tuple[Flag, ...] = (
         _choice("sha256", "sha256_cbor", "xxhash", "xxhash_cbor"),
         "block hash",
     ),
+    Flag("data-parallel-size", "data_parallel_size", _integer(1, 256), "engine ranks"),
+    Flag("kv-events-config", "kv_events.*", parse_kv_events, 'where KV events go: {"enable_kv_cache_events": true, …}'),
+    Flag("kv-events-format", "kv_events.form", _choice(*FORMATS), "KV events as maps (0.32 and later) or arrays"),
+    Flag("use-vllm-map-event-format", "kv_events.form", _map_or_array, "the same, as llm-d-inference-sim says it", switch=True),
+    Flag(
+        "kv-events-hashes", "kv_events.hashes", _choice(*HASH_FORMS), "block hashes in KV events: 64 bits or the whole digest"
+    ),
+    Flag(
+        "enable-kvcache", "kv_events.enable_kv_cache_events", _boolean, "publish KV events (llm-d-inference-sim)", switch=True
+    ),
+    Flag("zmq-endpoint", "kv_events.endpoint", parse_endpoint, "where to publish them (llm-d-inference-sim)"),
+    Flag(
+        "kv-events-replay-endpoint", "kv_events.replay_endpoint", _optional(parse_endpoint), "their replay (llm-d's simulator)"
+    ),
+    Flag("kv-events-replay-queue-size", "kv_events.buffer_steps", _POSITIVE, "batches kept for replay (llm-d-inference-sim)"),
     Flag("failure-injection-rate", "failures.rate_percent", _integer(0, 100), "percent that fails on purpose", live=True),
     Flag("failure-types", "failures.types", _failure_types, "how they fail; all kinds when empty", many=True, live=True),
     Flag("max-body-bytes", "limits.body_bytes", _POSITIVE, "largest request body (413)"),
     Flag("max-request-body-size-mb", "limits.body_bytes", _megabytes, "the same in MiB, as llm-d-inference-sim has it"),
-    Flag("hash-seed", "scheduler.hash_seed", _optional(_text), "seed of block hashes (also PYTHONHASHSEED)"),
+    Flag("hash-seed", "hash_seed", _optional(_text), "seed of block hashes (also PYTHONHASHSEED)"),
     Flag("pod-name", "pod_name", _optional(_text), "x-inference-pod and x-inference-port in answers (also POD_NAME)"),
     Flag("pod-namespace", "pod_namespace", _optional(_text), "x-inference-namespace in answers (also POD_NAMESPACE)"),
     Flag("body-timeout", "limits.body_timeout_ns", _duration, "longest time for a body to arrive (408)"),
@@ -334,7 +355,7 @@ def parse_args(args: Sequence[str]) -> ParsedFlags:
         if named.setdefault(flag.target, name) != name:
             warnings.append(f"--{named[flag.target]} and --{name} set the same thing: the last one holds")
             named[flag.target] = name
-        values[flag.target] = _parse(flag, f"--{name}", value)
+        values.update(_targets(flag, _parse(flag, f"--{name}", value)))
     if "model" not in values:
         raise UsageError("--model is missing: windtunnel serve --model NAME")
     return ParsedFlags(check(apply_values(ServeConfig(model=values["model"]), values)), tuple(warnings))
@@ -380,6 +401,10 @@ def check(config: ServeConfig) -> ServeConfig:
         )
     for name in config.faults:
         _check_fault(name)
+    try:
+        check_kv_events(config.kv_events, config.data_parallel_size)
+    except ValueError as error:
+        raise UsageError(f"--kv-events-config: {error}") from None
     if bool(config.ssl_certfile) != bool(config.ssl_keyfile):
         raise UsageError("--ssl-certfile and --ssl-keyfile go together")
     return config
@@ -430,6 +455,12 @@ def _lookup(name: str, given: list[str]) -> tuple[Flag | None, Any]:
         near = get_close_matches(name, [*_BY_NAME, *FOREIGN_FLAGS], n=1)
         raise UsageError(f"--{name} is not a flag" + (f"; did you mean --{near[0]}?" if near else ""))
     return flag, _value(flag, name, given)
+
+
+def _targets(flag: Flag, value: Any) -> Mapping[str, Any]:
+    """Where a parsed value goes; a flag with the target `section.*` sets several members of its section."""
+    section, star, _ = flag.target.partition("*")
+    return {section + name: member for name, member in value.items()} if star else {flag.target: value}
 
 
 def _value(flag: Flag, name: str, given: list[str]) -> Any:

@@ -11,7 +11,7 @@ _VLLM = """
     compilation-config config-format cp-kv-cache-interleave-size cpu-distributed-timeout-seconds cpu-offload-gb
     cpu-offload-params cudagraph-capture-sizes cudagraph-metrics data-parallel-address data-parallel-backend
     data-parallel-external-lb data-parallel-hybrid-lb data-parallel-multi-port-external-lb data-parallel-rank
-    data-parallel-rpc-port data-parallel-size data-parallel-size-local data-parallel-start-rank data-parallel-supervisor-port
+    data-parallel-rpc-port data-parallel-size-local data-parallel-start-rank data-parallel-supervisor-port
     dbo-decode-token-threshold dbo-prefill-token-threshold dcp-comm-backend dcp-kv-cache-interleave-size dcp-q-replicate
     decode-context-parallel-size default-chat-template-kwargs default-mm-loras device-ids diffusion-config
     disable-access-log-for-endpoints disable-cascade-attn disable-chunked-mm-input disable-custom-all-reduce
@@ -29,7 +29,7 @@ _VLLM = """
     fully-sharded-loras gdn-prefill-backend generation-config gpu-memory-utilization grpc h11-max-header-count
     h11-max-incomplete-event-size headless hf-config-path hf-overrides hf-token ignore-patterns interleave-mm-strings
     io-processor-plugin ir-op-priority jit-monitor-mode jit-monitor-verbose kda-prefill-backend kernel-config kv-cache-dtype
-    kv-cache-dtype-skip-layers kv-cache-memory-bytes kv-cache-metrics kv-cache-metrics-sample kv-events-config
+    kv-cache-dtype-skip-layers kv-cache-memory-bytes kv-cache-metrics kv-cache-metrics-sample
     kv-offloading-backend kv-offloading-size kv-sharing-fast-prefill kv-transfer-config language-model-only
     limit-mm-per-prompt linear-backend load-format log-config-file log-error-stack logits-processors logprobs-mode lora-dtype
     lora-target-modules mamba-backend mamba-block-size mamba-cache-dtype mamba-cache-mode mamba-cache-philox-rounds
@@ -59,15 +59,15 @@ _EARLIER_VLLM = """
 """
 _LLM_D_INFERENCE_SIM = """
     add-dir-header alsologtostderr dataset-in-memory dataset-path dataset-table-name dataset-url default-embedding-dimensions
-    enable-kvcache event-batch-size fake-metrics fake-metrics-refresh-interval force-dummy-tokenizer
+    event-batch-size fake-metrics fake-metrics-refresh-interval force-dummy-tokenizer
     global-cache-hit-threshold image-emission-rate kv-cache-transfer-latency kv-cache-transfer-latency-std-dev
-    kv-cache-transfer-time-per-token kv-cache-transfer-time-std-dev kv-events-replay-endpoint kv-events-replay-queue-size
+    kv-cache-transfer-time-per-token kv-cache-transfer-time-std-dev
     latency-calculator log-backtrace-at log-dir log-file log-file-max-size log-http logtostderr
     max-tool-call-array-param-length max-tool-call-integer-param max-tool-call-number-param min-tool-call-array-param-length
     min-tool-call-integer-param min-tool-call-number-param mm-render-timeout object-tool-call-not-required-field-probability
     omni one-output prefill-time-std-dev render-timeout render-url self-signed-certs skip-headers skip-log-headers
     skip-tool-validation stderrthreshold time-factor-under-load time-to-generate-image time-to-generate-image-std-dev
-    tool-call-extra-call-probability tool-call-not-required-param-probability use-vllm-map-event-format v vmodule zmq-endpoint
+    tool-call-extra-call-probability tool-call-not-required-param-probability v vmodule
 """
 
 FOREIGN_FLAGS = frozenset((_VLLM + _EARLIER_VLLM + _LLM_D_INFERENCE_SIM).split())

@@ -13,7 +13,7 @@ from windtunnel.core.outputs import FinishReason, Refusal, TokenOutput
 from windtunnel.core.request import EngineRequest, TokenSource
 from windtunnel.core.tokenizer import Tokenizer
 from windtunnel.serve.clock import now_ns
-from windtunnel.serve.driver import EngineDriver
+from windtunnel.serve.ranks import Ranks
 from windtunnel.serve.streams import LANE_TEXT_MAX, Answer, Lane
 from windtunnel.serve.telemetry import Metrics
 from windtunnel.wire.family import Generation, WireError
@@ -37,7 +37,7 @@ class ChoiceListener:
         request: EngineRequest,
         answer: Answer,
         choice: ChoiceState,
-        driver: EngineDriver,
+        driver: Ranks,
         metrics: Metrics,
         texts: "PlainTexts",
     ) -> None:
@@ -128,7 +128,7 @@ class Jobs:
 
     def __init__(
         self,
-        driver: EngineDriver,
+        driver: Ranks,
         metrics: Metrics,
         tokenizer: Tokenizer,
         make_source: MakeSource,
@@ -168,7 +168,6 @@ class Jobs:
         if refusal is not None:
             self._metrics.on_rejected(refusal.reason)
             return refusal
-        self._metrics.on_submitted(self._driver.rank, requests)
         job = Job(generation.response_id, listeners)
         self._live[id(job)] = job
         return job
@@ -234,6 +233,13 @@ class Jobs:
                     parent_id=parent if sampling.n > 1 else None,
                     data_parallel_rank=generation.data_parallel_rank,
                     session_id=generation.session_id,
+                    report_cached_blocks=_reports_cached_blocks(generation),
                     kv_transfer=generation.kv_transfer,
                     tags={"external_id": external, "family": generation.family, "stream": str(generation.stream).lower()},
                 )
+
+
+def _reports_cached_blocks(generation: Generation) -> bool:
+    """`vllm_xargs: {"kv_cache_report_mode": "full"}`: publish the blocks that the prompt finds in the cache, too (§6.2)."""
+    xargs = generation.extra.get("vllm_xargs") or {}
+    return bool(xargs.get("kv_cache_report_mode") == "full")

@@ -69,7 +69,8 @@ class SimulatorProcess(uvicorn.Server):
         """The engine has gone without a word: the port is closed and clients at work wait until they give up (vLLM #24885)."""
         for server in self.servers:
             server.close()
-        self._simulator.engine.freeze(_FOR_EVER_NS)
+        for engine in self._simulator.engines:
+            engine.freeze(_FOR_EVER_NS)
         await self._simulator.jobs.idle()
 
     async def watch(self) -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from windtunnel.core.history import RequestHistory
 from windtunnel.core.outputs import StepOutput
@@ -18,13 +18,14 @@ from windtunnel.core.vllm.engine import VllmEngine
 from windtunnel.serve import asgi, failures
 from windtunnel.serve.clock import now_ns
 from windtunnel.serve.config import ServeConfig, UsageError, as_json
-from windtunnel.serve.driver import EngineDriver
-from windtunnel.serve.engines import engine_config, make_metrics, make_pacing
+from windtunnel.serve.driver import EngineDriver, StepObserver
+from windtunnel.serve.engines import engine_config, make_metrics, make_pacing, with_hash_seed
 from windtunnel.serve.flags import live_changes
 from windtunnel.serve.http11 import Cork
 from windtunnel.serve.jobs import Jobs
 from windtunnel.serve.keepalive import keep_alive
 from windtunnel.serve.operator import OperatorState
+from windtunnel.serve.ranks import Balancer, Ranks
 from windtunnel.serve.seams import Seams, load
 from windtunnel.serve.sources import SourceMaker
 from windtunnel.serve.stored import BackgroundRuns, StoredResponses
@@ -34,35 +35,42 @@ from windtunnel.wire.family import WireError
 from windtunnel.wire.http import body_too_large
 from windtunnel.wire.recorded import RecordedPlayer, RecordedResponses, read_lines
 
+if TYPE_CHECKING:
+    from windtunnel.serve.kv_events import KvPublisher
+
 log = logging.getLogger("windtunnel.serve")
+
+_SEED_STRIDE = 1_000_003
+"""Between the random generators of two ranks."""
 
 
 class Server:
     """One simulated server. Everything mutable in it belongs to the event loop's thread."""
 
     def __init__(self, config: ServeConfig, loop: asyncio.AbstractEventLoop) -> None:
+        config = with_hash_seed(config)
         self.config = config
         self.loop = loop
         self.load = 0
         self.cork = Cork()
         self.operator = OperatorState(len(config.lora_modules))
-        self.kv_event_sources: dict[str, Any] = {}
-        """What `/kv_event_sources` says: publisher settings for each rank; empty while KV events are off."""
         self._ready_ns = now_ns() + config.startup_ns
         self.seams: Seams = load(config.faults)
-        self._chance = random.Random(config.seed)
+        self._chances = [random.Random(config.seed + rank * _SEED_STRIDE) for rank in range(config.data_parallel_size)]
         self._failing = random.Random(config.seed + 1)
         self._ids = random.Random()
         self.tokenizer = load_tokenizer(config)
         self.stored = StoredResponses(config.limits.stored_responses)
         self.background = BackgroundRuns(config.limits.stored_responses)
         self.env = make_env(config, self.tokenizer, self.new_id, self.stored)
-        self.engine: VllmEngine = self.seams.engine(
-            VllmEngine(self._engine_config(config), make_pacing(config.pacing, self._chance))
+        self.engines: tuple[VllmEngine, ...] = tuple(
+            self.seams.engine(VllmEngine(self._engine_config(config), make_pacing(config.pacing, chance)))
+            for chance in self._chances
         )
         self.history = RequestHistory(config.limits.history)
         self.metrics = make_metrics(config, self.engine.config)
-        self.driver = EngineDriver(self.engine, 0, loop, self.cork, (self.metrics, HistoryObserver(self.history)))
+        self.publishers = open_publishers(config, loop)
+        self.driver = self._make_ranks()
         self.sources = SourceMaker(config.generation, self.tokenizer)
         self.recorded = load_recorded(config, self.tokenizer)
         self.jobs = Jobs(self.driver, self.metrics, self.tokenizer, self._make_source, self._suffix, config.limits.open_answers)
@@ -72,9 +80,19 @@ class Server:
         return f"{self._ids.getrandbits(64):016x}"
 
     @property
+    def engine(self) -> VllmEngine:
+        """Rank 0. Operator routes switch all ranks alike, so it also tells how they all are."""
+        return self.engines[0]
+
+    @property
+    def kv_event_sources(self) -> dict[str, Any]:
+        """What `/kv_event_sources` says: publisher settings for each rank; empty while KV events are off."""
+        return {str(publisher.rank): publisher.source for publisher in self.publishers}
+
+    @property
     def dead(self) -> bool:
-        """The engine core has died."""
-        return self.engine.control.death is not None
+        """An engine core has died; one is enough."""
+        return any(engine.control.death is not None for engine in self.engines)
 
     @property
     def ready(self) -> bool:
@@ -107,7 +125,8 @@ class Server:
     def reconfigure(self, changes: dict[str, Any]) -> None:
         """All of `changes` or, with UsageError, none."""
         config = live_changes(self.config, changes)
-        self.engine.reconfigure(self._engine_config(config), make_pacing(config.pacing, self._chance), now_ns=now_ns())
+        for engine, chance in zip(self.engines, self._chances, strict=True):
+            engine.reconfigure(self._engine_config(config), make_pacing(config.pacing, chance), now_ns=now_ns())
         self.sources = SourceMaker(config.generation, self.tokenizer)
         self.config = config
         self.driver.wake()
@@ -118,6 +137,18 @@ class Server:
 
     def close(self) -> None:
         self.driver.close()
+        for publisher in self.publishers:
+            publisher.close()
+
+    def _make_ranks(self) -> Ranks:
+        """Each rank's steps go to the shared observers and, with KV events, to its own publisher."""
+        balancer = Balancer(len(self.engines))
+        shared: tuple[StepObserver, ...] = (self.metrics, HistoryObserver(self.history), balancer)
+        own: list[tuple[StepObserver, ...]] = [(publisher,) for publisher in self.publishers] or [()] * len(self.engines)
+        drivers = [
+            EngineDriver(engine, rank, self.loop, self.cork, (*shared, *own[rank])) for rank, engine in enumerate(self.engines)
+        ]
+        return Ranks(drivers, balancer, self.metrics)
 
     def _engine_config(self, config: ServeConfig) -> VllmEngineConfig:
         changed: VllmEngineConfig = self.seams.engine_config(engine_config(config, self.tokenizer))
@@ -137,6 +168,15 @@ class HistoryObserver:
     def on_step(self, rank: int, step: StepOutput, now_ns: int) -> None:
         if step.transitions:
             self._history.record(step.transitions)
+
+
+def open_publishers(config: ServeConfig, loop: asyncio.AbstractEventLoop) -> "tuple[KvPublisher, ...]":
+    """One for each rank, or none while KV events are off. Raises UsageError for an endpoint that cannot be had."""
+    if not config.kv_events.publishes:
+        return ()
+    from windtunnel.serve.kv_events import open_publishers as open_all
+
+    return open_all(config.kv_events, config.data_parallel_size, loop)
 
 
 def load_tokenizer(config: ServeConfig) -> Tokenizer:
@@ -187,6 +227,7 @@ def make_env(config: ServeConfig, tokenizer: Tokenizer, new_id: Callable[[], str
         "enable_scale_out",
         "embedding_size",
         "num_labels",
+        "data_parallel_size",
     )
     return replace(env, max_body_bytes=config.limits.body_bytes, **{name: getattr(config, name) for name in same_name})
 

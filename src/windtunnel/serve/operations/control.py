@@ -73,8 +73,7 @@ def _flag(call: Call, name: str, default: bool) -> bool:
 
 async def _pause(server: Server, call: Call) -> Reply:
     mode, clear_cache = _mode(call), _flag(call, "clear_cache", True)
-    server.engine.pause(mode, now_ns())
-    server.driver.wake()
+    _pause_all(server, mode)
     if mode == "wait":
         await server.idle_or_resumed()
     if clear_cache and mode != "keep":
@@ -82,8 +81,15 @@ async def _pause(server: Server, call: Call) -> Reply:
     return json_reply({"status": "paused"})
 
 
+def _pause_all(server: Server, mode: PauseMode) -> None:
+    for engine in server.engines:
+        engine.pause(mode, now_ns())
+    server.driver.wake()
+
+
 def _resume(server: Server, _call: Call) -> Reply:
-    server.engine.resume(now_ns())
+    for engine in server.engines:
+        engine.resume(now_ns())
     server.driver.wake()
     server.operator.resumed()
     return json_reply({"status": "resumed"})
@@ -99,12 +105,12 @@ async def _sleep(server: Server, call: Call) -> Reply:
     if not level.isascii() or not level.isdigit() or int(level) not in _SLEEP_LEVELS:
         raise WireError(f"level is {level!r}: must be 0, 1 or 2", kind=BAD_REQUEST, param="query.level")
     if mode == "wait":
-        server.engine.pause(mode, now_ns())
-        server.driver.wake()
+        _pause_all(server, mode)
         await server.idle_or_resumed()
-    server.engine.sleep(int(level), now_ns(), mode)
+    for engine in server.engines:
+        engine.sleep(int(level), now_ns(), mode)
     server.driver.wake()
-    server.metrics.on_sleep(server.driver.rank, server.engine.control.sleep_state)
+    _show_sleep(server)
     return json_reply({"status": "sleeping", "level": int(level)})
 
 
@@ -112,12 +118,18 @@ def _wake_up(server: Server, call: Call) -> Reply:
     """Waking only a part (`tags`) leaves the engine asleep until `kv_cache` or everything is asked for."""
     tags = call.query.get("tags")
     if tags is None or tags == "kv_cache":
-        server.engine.wake(now_ns())
+        for engine in server.engines:
+            engine.wake(now_ns())
         server.driver.wake()
         server.operator.resumed()
-        server.metrics.on_sleep(server.driver.rank, server.engine.control.sleep_state)
+        _show_sleep(server)
     status = "awake" if server.engine.control.sleep_level is None else "sleeping"
     return json_reply({"status": status, "tags": None if tags is None else [tags]})
+
+
+def _show_sleep(server: Server) -> None:
+    for rank, engine in enumerate(server.engines):
+        server.metrics.on_sleep(rank, engine.control.sleep_state)
 
 
 def _is_sleeping(server: Server, _call: Call) -> Reply:
@@ -137,9 +149,10 @@ def _release_kv_cache_memory(server: Server, _call: Call) -> Reply:
 
 
 def _reset(server: Server, *, reset_running: bool) -> bool:
-    done = server.engine.reset_prefix_cache(now_ns(), reset_running=reset_running)
+    """Every rank is asked; the answer is rank 0's, as in vLLM."""
+    done = [engine.reset_prefix_cache(now_ns(), reset_running=reset_running) for engine in server.engines]
     server.driver.wake()
-    return done
+    return done[0]
 
 
 SCALE_OUT: tuple[Rule, ...] = (

@@ -35,6 +35,7 @@ def _requests(server: Server, _call: Call) -> Reply:
     live = [
         {
             "request_id": view.request_id,
+            "rank": rank,
             "state": view.state.value,
             "in_state_ms": (at_ns - view.since_ns) / 1e6,
             "age_ms": (at_ns - view.arrival_ns) / 1e6,
@@ -44,7 +45,8 @@ def _requests(server: Server, _call: Call) -> Reply:
             "resources": dict(view.resources),
             **view.tags,
         }
-        for view in server.engine.live()
+        for rank, engine in enumerate(server.engines)
+        for view in engine.live()
     ]
     return json_reply(
         {"live": live, "recent": server.history.recent(_RECENT), "jobs": len(server.jobs), "steps": server.driver.steps}
@@ -57,7 +59,7 @@ def _oracle(_server: Server, _call: Call) -> Reply:
 
 def _engine_death(server: Server, _call: Call) -> Reply:
     """The engine core dies at this instant (§3.9)."""
-    failed = server.engine.kill(now_ns())
+    failed = sum(engine.kill(now_ns()) for engine in server.engines)
     server.driver.wake()
     return json_reply({"status": "dead", "failed": failed})
 
@@ -66,7 +68,8 @@ def _engine_freeze(server: Server, call: Call) -> Reply:
     """The engine falls silent for `?duration=` (default for ever); `0` thaws it. Health stays green (vLLM #39863)."""
     duration = call.query.get("duration")
     until_ns = _FOR_EVER_NS if duration is None else now_ns() + parse_duration_ns(duration)
-    server.engine.freeze(until_ns)
+    for engine in server.engines:
+        engine.freeze(until_ns)
     server.driver.wake()
     return json_reply({"status": "frozen" if until_ns > now_ns() else "running"})
 

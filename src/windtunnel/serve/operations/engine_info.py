@@ -48,8 +48,10 @@ def _collective_rpc(_server: Server, call: Call) -> Reply:
     return json_reply({"results": [None]})
 
 
-def _world_size(_server: Server, _call: Call) -> Reply:
-    return json_reply({"world_size": 1})
+def _world_size(server: Server, call: Call) -> Reply:
+    """All ranks, unless `include_dp=false`."""
+    ranks = server.config.data_parallel_size if call.query.get("include_dp", "true").lower() != "false" else 1
+    return json_reply({"world_size": ranks})
 
 
 def _weight_info(server: Server, _call: Call) -> Reply:

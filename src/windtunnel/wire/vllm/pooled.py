@@ -1,7 +1,7 @@
 """What the pooling families share: inputs, one engine step for each prompt, usage (vLLM reference §1.5).
 
 A pooling request is one prefill: the engine is asked for a single token that nobody sees, so queues and metrics hold.
-No pooling server was recorded; shapes are those of vLLM's public API documentation.
+No pooling server was recorded, and no source was at hand: shapes follow the public API as we know it, unchecked.
 """
 
 from collections.abc import Mapping, Sequence

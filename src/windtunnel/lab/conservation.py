@@ -1,0 +1,79 @@
+"""Do the target's counters add up with what its clients saw?
+
+Requests sent = finished + aborted by their clients + aborted by id + refused + in flight (vLLM reference §9.11, n counts n
+times); aborts counted never exceed aborts made (SGLang reference §11.3). Real vLLM counts nothing for a client that left
+(§3.8), so a departure may be missing from every counter, but never be in two. Checked only when the target was idle at the
+baseline and the last sample saw no client; bounded from both sides: whoever left near its end may be counted as finished.
+"""
+
+from windtunnel.lab.record import End, Sample, StormResult, StreamRecord
+
+_FINISHED = ("stop", "length", "repetition")
+_SUCCESS = "request_success"
+_SGLANG_ABORTS = "num_aborted_requests"
+
+
+def imbalances(result: StormResult) -> list[str]:
+    """One sentence for each sum that does not add up."""
+    settled = result.settled
+    if settled is None or not settled.usable or result.interrupted or not result.streams:
+        return []
+    if any(result.baseline.gauges.get(key) for key in ("running", "waiting")):
+        return []
+    return [*_finished(result, settled), *_aborted(result, settled), *_tokens(result, settled)]
+
+
+def _rise(result: StormResult, settled: Sample, key: str) -> float | None:
+    """Since the baseline; None where there is no such counter."""
+    if key not in settled.counters:
+        return None
+    return settled.counters[key] - result.baseline.counters.get(key, 0.0)
+
+
+def _count(result: StormResult, *ends: End) -> int:
+    """Requests that began after the baseline was read and ended so; n counts n times."""
+    return sum(stream.ask.n for stream in _since_baseline(result) if stream.end in ends)
+
+
+def _since_baseline(result: StormResult) -> list[StreamRecord]:
+    return [stream for stream in result.streams if stream.started_ns >= result.baseline.at_ns]
+
+
+def _finished(result: StormResult, settled: Sample) -> list[str]:
+    rises = [_rise(result, settled, f"{_SUCCESS}{{{reason}}}") for reason in _FINISHED]
+    known = [rise for rise in rises if rise is not None]
+    if not known:
+        return []
+    counted = sum(known)
+    least = sum(
+        stream.ask.n for stream in _since_baseline(result) if stream.end is End.FINISHED and stream.finish_reason != "abort"
+    )
+    most = sum(stream.ask.n for stream in _since_baseline(result) if stream.end not in (End.REFUSED, End.ERROR_STATUS))
+    if counted < least:
+        return [f"{counted:g} requests were counted as finished, but clients saw {least} finish"]
+    if counted > most:
+        return [
+            f"{counted:g} requests were counted as finished, but at most {most} can have been (unless others ask here, too)"
+        ]
+    return []
+
+
+def _aborted(result: StormResult, settled: Sample) -> list[str]:
+    counted = _rise(result, settled, f"{_SUCCESS}{{abort}}")
+    counted = _rise(result, settled, _SGLANG_ABORTS) if counted is None else counted
+    saw = sum(
+        stream.ask.n for stream in _since_baseline(result) if stream.end is not End.LEFT and stream.finish_reason == "abort"
+    )
+    most = _count(result, End.LEFT, End.TIMEOUT, End.CUT) + saw
+    if counted is not None and counted > most:
+        return [f"{counted:g} requests were counted as aborted, but only {most} were"]
+    return []
+
+
+def _tokens(result: StormResult, settled: Sample) -> list[str]:
+    """Words delivered are no more than tokens generated, where one word is one token (the oracle's servers)."""
+    made = _rise(result, settled, "generation_tokens")
+    if made is None or not result.oracle:
+        return []
+    delivered = sum(len(stream.words) for stream in _since_baseline(result))
+    return [f"{delivered} words were delivered, but only {made:g} tokens were counted"] if delivered > made else []

@@ -1,0 +1,109 @@
+"""What a storm looks at beside victims, bystanders and later streams: known answers, the worker behind a router, draining."""
+
+import asyncio
+import os
+import signal
+from collections import Counter
+from contextlib import suppress
+from dataclasses import replace
+
+from windtunnel.core.units import MS, S
+from windtunnel.lab.asks import AskMaker
+from windtunnel.lab.client import Leave, Session, run_request
+from windtunnel.lab.connection import How
+from windtunnel.lab.plan import Moment, Role, Shape, StormPlan, Trigger
+from windtunnel.lab.process_facts import alive
+from windtunnel.lab.record import DirectCheck, DrainRecord, End, KnownPair, StreamRecord
+from windtunnel.lab.sampler import Sampler, ScrapeError, scrape
+from windtunnel.lab.target import MetricsUrl, gauges_of, read_gauges
+
+KNOWN_SHAPE = Shape(prompt_words=8, max_tokens=24)
+DIRECT_TOKENS = 20_000
+POLL_NS = 20 * MS
+
+
+class Extras:
+    """Owns the known pairs, the direct check and the drain record of one storm; appends to the storm's streams."""
+
+    def __init__(
+        self, session: Session, plan: StormPlan, maker: AskMaker, streams: list[StreamRecord], sampler: Sampler
+    ) -> None:
+        self.known: list[KnownPair] = []
+        self.direct: DirectCheck | None = None
+        self.drained: DrainRecord | None = None
+        self._session, self._plan, self._maker, self._streams, self._sampler = session, plan, maker, streams, sampler
+        self._learnt: list[StreamRecord] = []
+
+    @property
+    def front(self) -> bool:
+        """Whether the target is not itself one of the metrics sources."""
+        origin = self._session.target.origin
+        return all((url.origin.host, url.origin.port) != (origin.host, origin.port) for url, _ in self._sampler.kinds)
+
+    async def learn(self) -> None:
+        """Ask some prompts twice; those that are answered alike twice are known."""
+        for _ in range(self._plan.known):
+            first = await run_request(self._session, self._maker.ask(Role.KNOWN, 0, KNOWN_SHAPE))
+            second = await run_request(self._session, self._maker.again(first.ask, Role.KNOWN))
+            self._streams += [first, second]
+            if first.end is second.end is End.FINISHED and first.words == second.words:
+                self._learnt.append(first)
+        if self._plan.known:
+            self._session.notes[
+                f"{len(self._learnt)} of {self._plan.known} prompts are answered alike twice at temperature 0;"
+                " only those are compared after the storm, word for word"
+            ] = None
+
+    async def ask_again(self) -> None:
+        for before in self._learnt:
+            after = await run_request(self._session, self._maker.again(before.ask, Role.KNOWN))
+            self._streams.append(after)
+            if after.end is End.FINISHED:
+                self.known.append(KnownPair(before.ask.tag, before.words, after.words))
+
+    async def leave_a_worker(self) -> None:
+        """Ask the first worker that takes requests without the router, leave, and see how long it runs on."""
+        for url, kind in self._sampler.kinds:
+            session = Session(replace(self._session.target, origin=url.origin), 5 * S, 0)
+            before = await self._running(url)
+            ask = self._maker.ask(Role.VICTIM, 0, Shape(max_tokens=DIRECT_TOKENS))
+            record = await run_request(session, replace(ask, role=Role.PROBE), Leave(How.FIN, Trigger(Moment.TOKENS, 2)))
+            if record.end is not End.LEFT or before is None:
+                continue
+            self.direct = DirectCheck(url.origin.url, await self._freed(url, before, kind.cancel_grace_ns, session))
+            return
+
+    async def _freed(self, url: MetricsUrl, before: float, grace_ns: int, session: Session) -> int | None:
+        left_ns = session.now_ns()
+        while session.now_ns() - left_ns < grace_ns + S:
+            running = await self._running(url)
+            if running is not None and running <= before:
+                return session.now_ns() - left_ns
+            await asyncio.sleep(POLL_NS / 1e9)
+        return None
+
+    async def _running(self, url: MetricsUrl) -> float | None:
+        kind = next(kind for source, kind in self._sampler.kinds if source == url)
+        try:
+            return read_gauges(await scrape(self._session.target, url), gauges_of(kind, ())).get("running")
+        except ScrapeError:
+            return None
+
+    async def drain(self, pid: int) -> None:
+        """Open streams, send SIGTERM, and see streams and process end. A stream that the server refuses has ended."""
+        plan, session = self._plan, self._session
+        asks = [self._maker.ask(Role.BYSTANDER, 0, plan.victim) for _ in range(plan.drain)]
+        begun = [asyncio.ensure_future(run_request(session, ask)) for ask in asks]
+        await asyncio.sleep(4 * plan.sample_every_ns / 1e9)
+        sent_ns, exited_ns = session.now_ns(), None
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+        while exited_ns is None and session.now_ns() - sent_ns < plan.drain_deadline_ns:
+            await asyncio.sleep(POLL_NS / 1e9)
+            exited_ns = None if alive(pid) else session.now_ns() - sent_ns
+        done = [task for task in begun if task.done()]
+        for task in begun:
+            task.cancel()
+        await asyncio.gather(*begun, return_exceptions=True)
+        ends = Counter(task.result().end.value for task in done)
+        self.drained = DrainRecord(len(begun), len(begun) - len(done), exited_ns, plan.drain_deadline_ns, dict(ends))

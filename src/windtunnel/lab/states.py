@@ -1,0 +1,125 @@
+"""When a request is in a state that only its target knows.
+
+Where the target has `/debug/requests` (a simulated server does) the state of this very request is read there, found by the
+`X-Request-Id` that the storm sends. Elsewhere it is inferred from the gauges: somebody is in that state, and this request
+has not seen a word yet. Records say which (`queued`, or `queued (inferred)`).
+"""
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from windtunnel.core.units import MS
+from windtunnel.lab.client import Session
+from windtunnel.lab.connection import ConnectionCut, MalformedResponse, Origin, fetch
+from windtunnel.lab.plan import Moment
+from windtunnel.lab.record import Ask, Sample
+from windtunnel.lab.sampler import Sampler
+
+POLL_NS = 4 * MS
+PATIENCE_NS = 2_000 * MS
+"""A state that has not come after so long is not waited for."""
+DEBUG_PATH = "/debug/requests"
+
+_SEEN: Mapping[Moment, frozenset[str]] = {
+    Moment.QUEUED: frozenset({"queued", "deferred"}),
+    Moment.PREFILL: frozenset({"prefill"}),
+    Moment.TRANSFER: frozenset({"transferring"}),
+    Moment.BETWEEN: frozenset({"inflight", "prealloc"}),
+}
+"""Moment → states of the lifecycle table."""
+
+_TRANSFERS = ("num_prefill_inflight_queue_reqs", "num_decode_transfer_queue_reqs")
+
+
+def _up(sample: Sample, base: Sample, *keys: str) -> bool:
+    return any(sample.gauges.get(key, 0) > base.gauges.get(key, 0) for key in keys)
+
+
+_INFERRED: Mapping[Moment, Callable[[Sample, Sample], bool]] = {
+    Moment.QUEUED: lambda now, base: _up(now, base, "waiting"),
+    Moment.PREFILL: lambda now, base: _up(now, base, "running") and not _up(now, base, "waiting"),
+    Moment.TRANSFER: lambda now, base: _up(now, base, *_TRANSFERS),
+    Moment.BETWEEN: lambda now, base: _up(now, base, "num_decode_prealloc_queue_reqs"),
+}
+
+
+class States:
+    """Waits for states of the target. Owns the poll of `/debug/requests`, which runs while somebody waits."""
+
+    def __init__(self, session: Session, sampler: Sampler) -> None:
+        self._session = session
+        self._sampler = sampler
+        self._origins: tuple[Origin, ...] = ()
+        self._waiting: dict[str, tuple[Moment, asyncio.Event]] = {}
+        self._poll: asyncio.Task[None] | None = None
+        self.baseline: Sample | None = None
+        self.missed = 0
+        """How many waits ended by patience."""
+
+    async def look(self) -> None:
+        """Find out which sources have `/debug/requests`."""
+        origins = {url.origin for url in self._session.target.metrics} | {self._session.target.origin}
+        self._origins = tuple([origin for origin in origins if await _live(origin) is not None])
+
+    @property
+    def seen(self) -> bool:
+        """Whether states are read, not inferred."""
+        return bool(self._origins)
+
+    async def wait(self, ask: Ask, moment: Moment) -> str:
+        """Returns the state's name when the request is in it, or after the patience with `… (not seen)`."""
+        event = asyncio.Event()
+        key = ask.request_id or f"{ask.tag:x}"
+        if self.seen:
+            self._waiting[key] = (moment, event)
+            self._ensure_poll()
+        else:
+            self._sampler.listen(lambda sample: self._infer(sample, moment, event))
+        try:
+            async with asyncio.timeout(PATIENCE_NS / 1e9):
+                await event.wait()
+        except TimeoutError:
+            self.missed += 1
+            return f"{moment.value} (not seen)"
+        finally:
+            self._waiting.pop(key, None)
+        return moment.value if self.seen else f"{moment.value} (inferred)"
+
+    def _infer(self, sample: Sample, moment: Moment, event: asyncio.Event) -> None:
+        if self.baseline is not None and sample.usable and _INFERRED[moment](sample, self.baseline):
+            event.set()
+
+    def _ensure_poll(self) -> None:
+        if self._poll is None or self._poll.done():
+            self._poll = asyncio.ensure_future(self._run())
+
+    async def _run(self) -> None:
+        while self._waiting:
+            for origin in self._origins:
+                for request in await _live(origin) or ():
+                    self._notice(str(request.get("external_id") or request.get("request_id")), str(request.get("state")))
+            await asyncio.sleep(POLL_NS / 1e9)
+
+    def _notice(self, request_id: str, state: str) -> None:
+        for key, (moment, event) in self._waiting.items():
+            if state in _SEEN[moment] and key in request_id:
+                event.set()
+
+    async def close(self) -> None:
+        if self._poll is not None:
+            self._poll.cancel()
+            await asyncio.gather(self._poll, return_exceptions=True)
+
+
+async def _live(origin: Origin) -> list[dict[str, Any]] | None:
+    """The live requests that `/debug/requests` shows; None where there is no such page."""
+    root = Origin(origin.scheme, origin.host, origin.port)
+    try:
+        async with asyncio.timeout(2):
+            answer = await fetch(root, "GET", DEBUG_PATH, {})
+        live = json.loads(answer.body)["live"] if answer.status == 200 else None
+        return live if isinstance(live, list) else None
+    except (OSError, ConnectionCut, MalformedResponse, TimeoutError, ValueError, LookupError, TypeError):
+        return None

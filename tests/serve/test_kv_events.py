@@ -1,0 +1,358 @@
+"""The KV-event stream of a live server over real sockets: a subscriber that comes late and replays knows exactly the cache."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+import zmq.asyncio
+from tests.serve.golden import load, needs_golden
+from tests.serve.live import PATIENCE_S, LiveServer, RawClient, live, request_bytes
+from tests.serve.test_operations import call
+
+from windtunnel.core.kv.hashing import wire_hash
+from windtunnel.serve.config import UsageError
+from windtunnel.serve.flags import parse_args
+from windtunnel.serve.kv_config import KvEventsConfig, endpoint_of_rank
+from windtunnel.serve.kv_events import KvPublisher, ReplayBuffer
+from windtunnel.wire.kv_events import END_SEQUENCE, BlockIndex, EventBatch, decode
+
+ON: dict[str, Any] = {
+    "scheduler__block_size": 4, "scheduler__num_gpu_blocks": 40, "scheduler__max_model_len": 128, "dev_mode": True,
+    "enable_prompt_tokens_details": True, "kv_events__enable_kv_cache_events": True,
+}  # fmt: skip
+
+
+class Subscriber:
+    """A SUB socket that has bound, as it must for an endpoint without a wildcard, and a DEALER for replays."""
+
+    def __init__(self) -> None:
+        self.context = zmq.asyncio.Context()
+        self.sub = self.context.socket(zmq.SUB)
+        self.endpoint = f"tcp://127.0.0.1:{self.sub.bind_to_random_port('tcp://127.0.0.1')}"
+        self.sub.setsockopt(zmq.SUBSCRIBE, b"kv@")
+
+    async def message(self) -> tuple[bytes, int, EventBatch]:
+        async with asyncio.timeout(PATIENCE_S):
+            topic, sequence, payload = await self.sub.recv_multipart()
+        return topic, int.from_bytes(sequence, "big"), decode(payload)
+
+    async def replay(self, endpoint: str, start: int) -> list[list[bytes]]:
+        """All frames of the answer, the end marker last."""
+        dealer = self.context.socket(zmq.DEALER)
+        dealer.set_hwm(0)
+        dealer.connect(endpoint)
+        await dealer.send_multipart([b"", start.to_bytes(8, "big")])
+        answers: list[list[bytes]] = []
+        async with asyncio.timeout(PATIENCE_S):
+            while not answers or answers[-1][-2] != END_SEQUENCE:
+                answers.append(await dealer.recv_multipart())
+        dealer.close(linger=0)
+        return answers
+
+
+@contextlib.contextmanager
+def subscriber() -> Iterator[Subscriber]:
+    made = Subscriber()
+    try:
+        yield made
+    finally:
+        made.context.destroy(linger=0)
+
+
+@contextlib.asynccontextmanager
+async def publishing(**values: Any) -> AsyncIterator[tuple[LiveServer, Subscriber]]:
+    with subscriber() as sub:
+        events = {
+            "kv_events__endpoint": sub.endpoint,
+            "kv_events__replay_endpoint": "tcp://127.0.0.1:0",
+            "kv_events__topic": "kv@pod@wt-model",
+        }
+        async with live(**{**ON, **events, **values}) as server:
+            yield server, sub
+
+
+async def complete(server: LiveServer, prompt: str, max_tokens: int = 4, **members: Any) -> dict[str, Any]:
+    body = {"model": "wt-model", "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, **members}
+    status, answer = await call(server, "POST", "/v1/completions", body)
+    assert status == 200, answer
+    assert isinstance(answer, dict)
+    return answer
+
+
+def words(name: str) -> str:
+    return " ".join(f"{name}{number}" for number in range(12))
+
+
+def cached(server: LiveServer, rank: int = 0) -> set[int]:
+    return {wire_hash(digest) for digest in server.server.engines[rank].cached_hashes}
+
+
+async def first_heard(server: LiveServer, sub: Subscriber) -> tuple[bytes, int, EventBatch]:
+    """A publisher that has just connected loses messages: make events until one arrives."""
+    for attempt in range(200):
+        await complete(server, words(f"start{attempt} "))
+        if await sub.sub.poll(20):
+            return await sub.message()
+    raise AssertionError("no event arrived")
+
+
+async def test_stream_and_replay_give_the_cache() -> None:
+    async with publishing() as (server, sub):
+        publisher = server.server.publishers[0]
+        topic, first, batch = await first_heard(server, sub)
+        assert topic == b"kv@pod@wt-model"
+        index = BlockIndex()
+        assert publisher.replay is not None
+        for frames in (await sub.replay(publisher.replay.endpoint, 0))[:-1]:
+            if int.from_bytes(frames[2], "big") < first:
+                index.apply(decode(frames[3]))
+        index.apply(batch)
+        for number in range(30):
+            await complete(
+                server, words(f"w{number % 7} "), 1 + number % 9, cache_salt=f"s{number}" if number % 3 == 0 else None
+            )
+        heard = first
+        while heard < publisher.sequence - 1:
+            _topic, sequence, batch = await sub.message()
+            assert sequence == heard + 1
+            heard = sequence
+            index.apply(batch)
+        assert index.hashes == cached(server)
+        assert len(index.hashes) > 20
+        kinds = {
+            event["type"]
+            for frames in (await sub.replay(publisher.replay.endpoint, 0))[:-1]
+            for event in decode(frames[3]).events
+        }
+        assert kinds == {"BlockStored", "BlockRemoved"}
+
+
+async def test_replay_has_the_recorded_frames() -> None:
+    async with publishing() as (server, sub):
+        for number in range(8):
+            await complete(server, words(f"p{number} "))
+        publisher = server.server.publishers[0]
+        assert publisher.replay is not None
+        answers = await sub.replay(publisher.replay.endpoint, 3)
+        assert [frames[:3] for frames in answers[:-1]] == [
+            [b"", b"kv@pod@wt-model", number.to_bytes(8, "big")] for number in range(3, publisher.sequence)
+        ]
+        assert answers[-1] == [b"", b"", END_SEQUENCE, b""]
+        index = BlockIndex()
+        for frames in (await sub.replay(publisher.replay.endpoint, 0))[:-1]:
+            index.apply(decode(frames[3]))
+        assert index.hashes == cached(server)
+
+
+async def test_a_long_replay_is_whole_while_the_server_serves() -> None:
+    async with publishing() as (server, sub):
+        publisher = server.server.publishers[0]
+        await complete(server, words("a "))
+        _sequence, payload = publisher.buffer.since(0)[-1]
+        for number in range(publisher.sequence, 5000):
+            publisher.buffer.append(number, payload)
+        publisher.sequence = 5000
+        assert publisher.replay is not None
+        replay = asyncio.create_task(sub.replay(publisher.replay.endpoint, 0))
+        await complete(server, words("b "))
+        answers = await replay
+        assert [int.from_bytes(frames[2], "big") for frames in answers[:5000]] == list(range(5000))
+
+
+async def test_a_malformed_replay_request_is_ignored_and_the_next_one_answered() -> None:
+    async with publishing() as (server, sub):
+        await complete(server, words("a "))
+        publisher = server.server.publishers[0]
+        assert publisher.replay is not None
+        dealer = sub.context.socket(zmq.DEALER)
+        dealer.connect(publisher.replay.endpoint)
+        await dealer.send_multipart([b"what"])
+        await dealer.send_multipart([b"", b"123456789"])
+        await dealer.send_multipart([b"", (0).to_bytes(8, "big")])
+        async with asyncio.timeout(PATIENCE_S):
+            assert (await dealer.recv_multipart())[2] == (0).to_bytes(8, "big")
+
+
+async def test_the_buffer_forgets_the_oldest() -> None:
+    async with publishing(kv_events__buffer_steps=3) as (server, sub):
+        for number in range(8):
+            await complete(server, words(f"p{number} "))
+        publisher = server.server.publishers[0]
+        assert publisher.replay is not None
+        answers = await sub.replay(publisher.replay.endpoint, 0)
+        assert [int.from_bytes(frames[2], "big") for frames in answers[:-1]] == list(
+            range(publisher.sequence - 3, publisher.sequence)
+        )
+
+
+def test_the_buffer_is_bounded_in_bytes() -> None:
+    buffer = ReplayBuffer(100, bytes_max=10)
+    for number in range(5):
+        buffer.append(number, b"1234")
+    assert (buffer.since(0), buffer.size_bytes) == ([(3, b"1234"), (4, b"1234")], 8)
+
+
+async def test_a_reset_while_idle_is_published_with_the_next_step() -> None:
+    async with publishing() as (server, _sub):
+        await complete(server, words("a "))
+        publisher = server.server.publishers[0]
+        before = publisher.sequence
+        assert await call(server, "POST", "/reset_prefix_cache") == (200, {"success": True})
+        assert cached(server) == set()
+        assert publisher.sequence == before
+        await complete(server, words("b "))
+        events = [event["type"] for _number, payload in publisher.buffer.since(before) for event in decode(payload).events]
+        assert events[:2] == ["AllBlocksCleared", "BlockStored"]
+        assert "AllBlocksCleared" not in events[1:]
+
+
+@pytest.mark.parametrize(("mode", "published"), [("full", True), ("other", False)])
+async def test_report_mode_full_publishes_hits_again(mode: str, published: bool) -> None:
+    async with publishing() as (server, _sub):
+        await complete(server, words("a "), 1)
+        publisher = server.server.publishers[0]
+        before, known = publisher.sequence, cached(server)
+        await complete(server, words("a "), 1, vllm_xargs={"kv_cache_report_mode": mode})
+        stored = [
+            value
+            for _number, payload in publisher.buffer.since(before)
+            for event in decode(payload).events
+            for value in event["block_hashes"]
+        ]
+        assert bool(known & set(stored)) is published
+
+
+async def test_cached_tokens_at_the_client_in_the_events_and_in_the_metrics_agree() -> None:
+    async with publishing() as (server, _sub):
+        await complete(server, words("a "), 1)
+        hits = server.gauge("vllm:prefix_cache_hits_total")
+        by_source = server.gauge("vllm:prompt_tokens_cached_total")
+        usage = (await complete(server, words("a "), 1))["usage"]
+        tokens = usage["prompt_tokens_details"]["cached_tokens"]
+        assert tokens >= 4 and tokens % 4 == 0
+        assert tokens == (usage["prompt_tokens"] - 1) // 4 * 4
+        assert server.gauge("vllm:prefix_cache_hits_total") - hits == tokens
+        assert server.gauge("vllm:prompt_tokens_cached_total") - by_source == tokens
+        stored = [event for _n, payload in server.server.publishers[0].buffer.since(0) for event in decode(payload).events]
+        assert sum(len(event["token_ids"]) for event in stored) == usage["prompt_tokens"] // 4 * 4
+
+
+async def test_no_events_without_the_flag() -> None:
+    async with live(dev_mode=True) as server:
+        assert server.server.publishers == ()
+        assert await call(server, "GET", "/kv_event_sources") == (200, {})
+
+
+@needs_golden
+def test_sources_are_the_recorded_ones() -> None:
+    (case,) = [case for case in load("probe") if case["name"] == "kv_event_sources"]
+    recorded = json.loads(case["response"]["body"])
+    wanted = {
+        name: recorded["0"][name] for name in ("enable_kv_cache_events", "publisher", "endpoint", "replay_endpoint", "topic")
+    }
+    config = parse_args(["m", "--kv-events-config", json.dumps(wanted)]).config.kv_events
+    ours = {"0": config.source(config.endpoint, config.replay_endpoint)}
+    assert json.dumps(ours, separators=(",", ":")) == case["response"]["body"]
+
+
+async def test_sources_show_the_port_that_zero_became() -> None:
+    async with publishing() as (server, sub):
+        status, sources = await call(server, "GET", "/kv_event_sources")
+        assert status == 200
+        assert sources["0"]["endpoint"] == sub.endpoint
+        host, _, port = sources["0"]["replay_endpoint"].rpartition(":")
+        assert host == "tcp://127.0.0.1" and int(port) > 0
+
+
+async def test_a_publisher_binds_where_vllm_binds(tmp_path: Path) -> None:
+    loop = asyncio.get_running_loop()
+    first = KvPublisher(KvEventsConfig(True, endpoint=f"ipc://{tmp_path}/kv"), 0, loop)
+    second = KvPublisher(KvEventsConfig(True, endpoint=f"ipc://{tmp_path}/kv"), 1, loop)
+    assert second.endpoint == f"ipc://{tmp_path}/kv_dp1"
+    assert (tmp_path / "kv").exists() and (tmp_path / "kv_dp1").exists()
+    first.close()
+    second.close()
+
+
+async def test_a_taken_replay_endpoint_is_a_usage_error_and_leaves_no_socket() -> None:
+    with subscriber() as sub:
+        config = KvEventsConfig(True, endpoint="tcp://127.0.0.1:9", replay_endpoint=sub.endpoint)
+        with pytest.raises(UsageError, match="Address already in use"):
+            KvPublisher(config, 0, asyncio.get_running_loop())
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "expected"),
+    [
+        ("tcp://*:5557", "tcp://*:5559"),
+        ("tcp://[::1]:5557", "tcp://[::1]:5559"),
+        ("tcp://*:0", "tcp://*:0"),
+        ("inproc://kv", "inproc://kv_dp2"),
+    ],
+)
+def test_endpoint_of_a_rank(endpoint: str, expected: str) -> None:
+    assert endpoint_of_rank(endpoint, 0) == endpoint
+    assert endpoint_of_rank(endpoint, 2) == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "is not an object"),
+        ('{"enabled": true}', "enabled: no such member; those are enable_kv_cache_events"),
+        ('{"hwm": 0}', r">= 1.*\$\.hwm"),
+        ('{"buffer_steps": "many"}', r"\$\.buffer_steps"),
+        ('{"publisher": "kafka"}', r"\$\.publisher"),
+        ('{"endpoint": "localhost:5557"}', "endpoint: 'localhost:5557' is not an endpoint"),
+        ('{"endpoint": "tcp://*:70000"}', "endpoint: 'tcp://"),
+        ('{"replay_endpoint": "tcp://*"}', "replay_endpoint: 'tcp://"),
+        ('{"enable_kv_cache_events": true, "endpoint": "tcp://127.0.0.1:0"}', "has no port to connect to"),
+    ],
+)
+def test_a_bad_config_is_refused_by_name(config: str, says: str) -> None:
+    with pytest.raises(UsageError, match=f"^--kv-events-config: .*{says}"):
+        parse_args(["m", "--kv-events-config", config])
+
+
+def test_flags_of_llm_d() -> None:
+    args = [
+        "m",
+        "--enable-kvcache",
+        "--zmq-endpoint",
+        "tcp://h:5557",
+        "--use-vllm-map-event-format",
+        "false",
+        "--hash-seed",
+        "7",
+    ]
+    config = parse_args([*args, "--kv-events-replay-endpoint", "tcp://*:5558", "--kv-events-replay-queue-size", "9"]).config
+    assert config.kv_events == KvEventsConfig(True, None, "tcp://h:5557", "tcp://*:5558", 9, form="array")
+    assert config.hash_seed == "7"
+
+
+def test_ports_of_all_ranks_must_exist() -> None:
+    with pytest.raises(UsageError, match="leaves no port"):
+        parse_args(["m", "--data-parallel-size", "4", "--kv-events-config", '{"endpoint": "tcp://*:65533"}'])
+
+
+async def test_aborted_requests_leave_an_exact_stream() -> None:
+    async with publishing(pacing__itl_ns=10**6) as (server, sub):
+        for number in range(6):
+            client = await RawClient.connect(server.port)
+            body = {"model": "wt-model", "prompt": words(f"x{number} "), "max_tokens": 60, "ignore_eos": True, "stream": True}
+            client.send(request_bytes("/v1/completions", body))
+            await client.read_until(b"data: ")
+            client.leave("rst")
+        await server.until(lambda: not server.states() and not server.server.jobs)
+        publisher = server.server.publishers[0]
+        assert publisher.replay is not None
+        index = BlockIndex()
+        for frames in (await sub.replay(publisher.replay.endpoint, 0))[:-1]:
+            index.apply(decode(frames[3]))
+        assert index.hashes == cached(server)
