@@ -75,6 +75,10 @@ class EngineDriver:
         self.wake()
         return live
 
+    def observe(self, observer: StepObserver) -> None:
+        """One more observer of every step."""
+        self._observers = (*self._observers, observer)
+
     def forget(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
             self._listeners.pop(request_id, None)
