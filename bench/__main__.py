@@ -6,7 +6,7 @@ import platform
 import sys
 import time
 
-BENCHMARKS = ("throughput", "lateness", "idle_streams", "startup", "departures", "core_step", "sim_cluster", "agreement")
+BENCHMARKS = ("throughput", "lateness", "idle_streams", "startup", "departures", "core_step", "sim_cluster", "agreement", "big_prompt")
 
 
 def main() -> None:

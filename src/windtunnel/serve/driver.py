@@ -12,11 +12,14 @@ from typing import Protocol
 from windtunnel.core.engine import Engine
 from windtunnel.core.outputs import Refusal, StepOutput, TokenOutput
 from windtunnel.core.request import EngineRequest
+from windtunnel.core.units import MS
 from windtunnel.serve.clock import make_alarm, now_ns
 
 log = logging.getLogger("windtunnel.serve")
 
 _TOKENS_PER_TURN = 1024
+_TURN_NS = 2 * MS
+"""Writes are held back for a turn, so a turn that has lasted so long starts no further step."""
 _IDLE_S = 1.0
 
 
@@ -110,16 +113,16 @@ class EngineDriver:
             return
         self._cork.active = True
         try:
-            tokens = 0
-            while tokens < _TOKENS_PER_TURN and self._is_due():
+            tokens, until_ns = 0, now_ns() + _TURN_NS
+            while tokens < _TOKENS_PER_TURN and self._is_due(until_ns):
                 tokens += self._advance()
         finally:
             self._cork.release()
         self.wake()
 
-    def _is_due(self) -> bool:
+    def _is_due(self, until_ns: int) -> bool:
         at_ns = self.engine.next_event_at()
-        return at_ns is not None and at_ns <= now_ns()
+        return at_ns is not None and at_ns <= now_ns() <= until_ns
 
     def _advance(self) -> int:
         """Run the engine once; the number of outputs, and at least 1."""

@@ -233,6 +233,7 @@ class Jobs:
                     parent_id=parent if sampling.n > 1 else None,
                     data_parallel_rank=generation.data_parallel_rank,
                     session_id=generation.session_id,
+                    prompt_hashes=prompt.block_hashes,
                     report_cached_blocks=_reports_cached_blocks(generation),
                     kv_transfer=generation.kv_transfer,
                     tags={"external_id": external, "family": generation.family, "stream": str(generation.stream).lower()},

@@ -25,6 +25,7 @@ from windtunnel.serve.http11 import Cork
 from windtunnel.serve.jobs import Jobs
 from windtunnel.serve.keepalive import keep_alive
 from windtunnel.serve.operator import OperatorState
+from windtunnel.serve.planning import Planner
 from windtunnel.serve.ranks import Balancer, Ranks
 from windtunnel.serve.seams import Seams, load
 from windtunnel.serve.sources import SourceMaker
@@ -56,6 +57,7 @@ class Server:
         self.operator = OperatorState(len(config.lora_modules))
         self._ready_ns = now_ns() + config.startup_ns
         self.seams: Seams = load(config.faults)
+        self.planner = Planner(loop)
         self._chances = [random.Random(config.seed + rank * _SEED_STRIDE) for rank in range(config.data_parallel_size)]
         self._failing = random.Random(config.seed + 1)
         self._ids = random.Random()
@@ -137,6 +139,7 @@ class Server:
 
     def close(self) -> None:
         self.driver.close()
+        self.planner.close()
         for publisher in self.publishers:
             publisher.close()
 
