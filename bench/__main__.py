@@ -6,7 +6,7 @@ import platform
 import sys
 import time
 
-BENCHMARKS = ("throughput", "lateness", "idle_streams", "startup", "departures", "core_step")
+BENCHMARKS = ("throughput", "lateness", "idle_streams", "startup", "departures", "core_step", "pacing_jitter")
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ is cut. It is added, not multiplied: what disturbs a step (an interrupt, another
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from math import erf, isfinite, sqrt
 from typing import Any, ClassVar
 
@@ -79,7 +79,7 @@ class StepCosts:
     context_token_ns: float = 0.0
     prefill_pair_ns: float = 0.0
     noise_growth: float = 0.0
-    """Each sequence beyond the first adds this share of the variance of a lone one's noise: disturbances are independent."""
+    """Each decoding sequence beyond the first adds a disturbance of its own, independent, with this share of the variance."""
 
     def step_ns(self, plan: StepPlan) -> float:
         return (
@@ -91,7 +91,8 @@ class StepCosts:
         )
 
     def noise_factor(self, plan: StepPlan) -> float:
-        return sqrt(1 + self.noise_growth * max(0, plan.decode_seqs - 1))
+        """Of the part of the noise that comes with further sequences."""
+        return sqrt(self.noise_growth * max(0, plan.decode_seqs - 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,11 +185,14 @@ class ProfilePacing:
         self.profile = profile
         self._speed = speed
         self._step_noise = NoiseStream(profile.step_noise, draws)
+        self._further_noise = NoiseStream(replace(profile.step_noise, lasting=0.0), draws)
         self._request_noise = NoiseStream(profile.request_noise, draws)
 
     def step_ns(self, plan: StepPlan) -> int:
         costs = self.profile.step
-        spent_ns = costs.step_ns(plan) + self._step_noise.draw() * costs.noise_factor(plan)
+        spent_ns = costs.step_ns(plan) + self._step_noise.draw()
+        if factor := costs.noise_factor(plan):
+            spent_ns += factor * self._further_noise.draw()
         return max(0, round(spent_ns / self._speed))
 
     def first_token_ns(self, prompt_tokens: int, cached_tokens: int, load: float = 0.0) -> int:

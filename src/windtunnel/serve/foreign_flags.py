@@ -20,7 +20,7 @@ FOREIGN_FLAGS = frozenset(
     pooler-config preemption-mode prefill-context-parallel-size quantization ray-workers-use-nsight renderer-num-workers
     response-role revision root-path rope-scaling rope-theta runner safetensors-load-strategy scheduler-cls
     scheduling-delay-factor show-hidden-metrics-for-version skip-mm-profiling skip-tokenizer-init speculative-config
-    ssl-ca-certs ssl-cert-reqs ssl-ciphers structured-outputs-config swap-space task tensor-parallel-size tokenizer-mode
+    ssl-ca-certs ssl-cert-reqs ssl-ciphers structured-outputs-config swap-space task tokenizer-mode
     tokenizer-revision tool-parser-plugin tool-server trust-remote-code use-tqdm-on-load uvicorn-log-level
     video-pruning-rate worker-cls worker-extension-cls zero-copy
     """.split()

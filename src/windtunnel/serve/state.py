@@ -19,7 +19,7 @@ from windtunnel.serve import asgi
 from windtunnel.serve.clock import now_ns
 from windtunnel.serve.config import ServeConfig, UsageError, as_json
 from windtunnel.serve.driver import EngineDriver
-from windtunnel.serve.engines import engine_config, make_metrics, make_pacing
+from windtunnel.serve.engines import arrival_delay_ns, engine_config, make_metrics, make_pacing
 from windtunnel.serve.flags import live_changes
 from windtunnel.serve.http11 import Cork
 from windtunnel.serve.jobs import Jobs
@@ -53,15 +53,16 @@ class Server:
         self._ids = random.Random()
         self.tokenizer = load_tokenizer(config)
         self.env = make_env(config, self.tokenizer, self.new_id)
-        self.engine: VllmEngine = self.seams.engine(
-            VllmEngine(self._engine_config(config), make_pacing(config.pacing, self._chance))
-        )
+        self._pacing = make_pacing(config.pacing, self._chance)
+        self.engine: VllmEngine = self.seams.engine(VllmEngine(self._engine_config(config), self._pacing))
         self.history = RequestHistory(config.limits.history)
         self.metrics = make_metrics(config, self.engine.config)
         self.driver = EngineDriver(self.engine, 0, loop, self.cork, (self.metrics, HistoryObserver(self.history)))
         self.sources = SourceMaker(config.generation, self.tokenizer)
         self.recorded = load_recorded(config, self.tokenizer)
-        self.jobs = Jobs(self.driver, self.metrics, self.tokenizer, self._make_source, self._suffix, config.limits.open_answers)
+        self.jobs = Jobs(
+            self.driver, self.metrics, self.tokenizer, self._make_source, self._suffix, config.limits.open_answers, self._arrival_delay_ns
+        )
 
     def new_id(self) -> str:
         """16 hex digits. Not seeded: two servers must not give the same ids."""
@@ -97,7 +98,8 @@ class Server:
     def reconfigure(self, changes: dict[str, Any]) -> None:
         """All of `changes` or, with UsageError, none."""
         config = live_changes(self.config, changes)
-        self.engine.reconfigure(self._engine_config(config), make_pacing(config.pacing, self._chance), now_ns=now_ns())
+        self._pacing = make_pacing(config.pacing, self._chance)
+        self.engine.reconfigure(self._engine_config(config), self._pacing, now_ns=now_ns())
         self.sources = SourceMaker(config.generation, self.tokenizer)
         self.config = config
         self.driver.wake()
@@ -112,6 +114,9 @@ class Server:
     def _engine_config(self, config: ServeConfig) -> VllmEngineConfig:
         changed: VllmEngineConfig = self.seams.engine_config(engine_config(config, self.tokenizer))
         return changed
+
+    def _arrival_delay_ns(self, prompt_tokens: int) -> int:
+        return arrival_delay_ns(self._pacing, prompt_tokens)
 
     def _make_source(self, *args: Any) -> Any:
         return self.sources(*args)

@@ -28,7 +28,7 @@ _SHARES = np.concatenate([np.linspace(0, 0.99, 100), np.linspace(0.991, 0.999, 9
 _REWEIGHTS = 60
 _QUANTILES = (10, 50, 90, 99)
 _WEIGHTS = (0.3, 2.0, 0.6, 0.5)
-_TURNS = (6, 10, 16)
+_TURNS = (4, 6, 10)
 
 
 class FitError(ValueError):
@@ -139,6 +139,7 @@ class Shared:
     wake_ms: float
     noise_growth: float
     chunk_factor: float
+    """Only where nothing was timed after the last token: in hundredths of a lone step."""
     request_ms: float
     """Only where no headers were timed."""
     turns: int
@@ -146,7 +147,7 @@ class Shared:
 
 def profile_of(alone: Lone, shared: Shared, source: str = "") -> Profile:
     decode_ms = min(shared.decode_seq_ms, alone.step_ms)
-    chunk_ms = alone.chunk_ms * shared.chunk_factor
+    chunk_ms = alone.chunk_ms or 0.01 * alone.step_ms * shared.chunk_factor
     rest_ms = alone.first_ms - shared.wake_ms - shared.frontend_step_ms - chunk_ms
     request_ms = min(max(0.0, rest_ms), shared.request_ms if alone.headers_ms is None else alone.headers_ms)
     return Profile(
@@ -188,7 +189,14 @@ def distance(measured: dict[str, Vector], simulated: dict[str, Vector]) -> float
 
 
 def fit(
-    runs: Sequence[Run], limits: EngineLimits, *, seed: int = 0, evaluations: int = 120, say: Callable[[str], None] = lambda _text: None
+    runs: Sequence[Run],
+    limits: EngineLimits,
+    *,
+    seed: int = 0,
+    evaluations: int = 60,
+    say: Callable[[str], None] = lambda _text: None,
+    source: str = "",
+    turns: Sequence[int] = _TURNS,
 ) -> tuple[Profile, float]:
     """A profile of these runs and its distance. One of them must have concurrency 1."""
     single = [request for run in runs if run.concurrency == 1 for request in run.requests]
@@ -199,13 +207,14 @@ def fit(
     start = Shared(0.05 * alone.step_ms, 0.1 * alone.first_ms, 0.25 * alone.first_ms, 0.5, 1.0, 0.5 * alone.first_ms, _TURNS[0])
     if not others:
         say("no run with concurrency above 1: the cost of a decoding sequence is a guess (5 % of a step)")
-        return profile_of(alone, start), float("nan")
-    return _search(alone, start, others, limits, seed, evaluations, say)
+        return profile_of(alone, start, source), float("nan")
+    best, least = _search(alone, start, others, limits, seed, evaluations, say, turns)
+    return profile_of(alone, best, source), least
 
 
 def _search(
-    alone: Lone, start: Shared, runs: Sequence[Run], limits: EngineLimits, seed: int, evaluations: int, say: Callable[[str], None]
-) -> tuple[Profile, float]:
+    alone: Lone, start: Shared, runs: Sequence[Run], limits: EngineLimits, seed: int, evaluations: int, say: Callable[[str], None], shapes: Sequence[int]
+) -> tuple[Shared, float]:
     real = [series(run) for run in runs]
 
     steady = replace(alone, lasting=0.0)  # slow times move whole runs: they would drown what the search looks for
@@ -218,26 +227,33 @@ def _search(
             for at in range(_SEEDS)
         )
 
-    free = 5 if alone.headers_ms is not None else 6
-    origin = np.array([start.decode_seq_ms, start.frontend_step_ms, start.wake_ms, start.noise_growth, start.chunk_factor, start.request_ms])
+    free = [name for name in _FREE if not _known(alone, name)]
+    origin = np.array([getattr(start, name) for name in free])
 
     def at(point: Vector, turns: int) -> Shared:
-        decode, step, wake, growth, factor, request = (float(value) for value in origin * np.exp(np.resize(np.append(point, 0.0), 6) if len(point) == 5 else point))
-        return Shared(decode, step, wake, growth, factor, request, turns)
+        return replace(start, **dict(zip(free, map(float, origin * np.exp(point)), strict=True)), turns=turns)
 
-    best, best_point, least = start, np.zeros(free), float("inf")
-    for turns in _TURNS:
+    best, best_point, least = start, np.zeros(len(free)), float("inf")
+    for turns in shapes:
         found = minimize(
             lambda point, turns=turns: cost(at(point, turns)),
             best_point,
             method="Nelder-Mead",
-            options={"maxfev": evaluations if turns == _TURNS[0] else evaluations // 3, "initial_simplex": _simplex(best_point)},
+            options={"maxfev": evaluations if turns == shapes[0] else evaluations // 2, "initial_simplex": _simplex(best_point)},
         )
         say(f"turns {turns}: distance {found.fun:.4f}")
         if found.fun < least:
             best, best_point, least = at(found.x, turns), found.x, float(found.fun)
     say(f"found {best}")
-    return profile_of(alone, replace(best)), least
+    return best, least
+
+
+_FREE = ("decode_seq_ms", "frontend_step_ms", "wake_ms", "noise_growth", "chunk_factor", "request_ms")
+
+
+def _known(alone: Lone, name: str) -> bool:
+    """The lone client has shown it already."""
+    return (name == "chunk_factor" and alone.chunk_ms > 0) or (name == "request_ms" and alone.headers_ms is not None)
 
 
 def _simplex(point: Vector) -> Vector:
