@@ -1,13 +1,14 @@
 """(g) How even frames come at 5 ms between tokens on 100 streams: the mean gap, and how far gaps and arrivals stray.
 
 A gap's jitter is its distance from 5 ms. An arrival's is its distance from the stream's own schedule: the median over k of
-arrival_k - k x ITL, plus k x ITL. Streams start in random order, so that they do not all fall due at once. Rounds are reported one by
-one, with the load average before each: on a shared machine the quietest round says what the server does.
+arrival_k - k x ITL, plus k x ITL. Streams start in random order, so that they do not all fall due at once. Rounds are reported
+one by one, with the load average before each: on a shared machine the quietest round says what the server does.
 """
 
 import os
 import random
 import statistics
+from itertools import pairwise
 
 from bench.harness import CLIENT_CORE, connect, drain, percentile, pin, server, stream_request
 
@@ -27,7 +28,10 @@ def run() -> dict[str, object]:
 def _round(number: int) -> dict[str, float]:
     load = os.getloadavg()[0]
     arrivals: list[list[float]] = [[] for _ in range(STREAMS)]
-    with server("--itl", "5ms", "--max-num-seqs", "256", "--max-model-len", "4096", "--num-gpu-blocks-override", "16384") as (port, _):
+    with server("--itl", "5ms", "--max-num-seqs", "256", "--max-model-len", "4096", "--num-gpu-blocks-override", "16384") as (
+        port,
+        _,
+    ):
         sockets = connect(port, STREAMS)
         for stream in random.Random(SEED + number).sample(range(STREAMS), STREAMS):
             sockets[stream].sendall(stream_request(TOKENS, stream))
@@ -39,7 +43,7 @@ def _round(number: int) -> dict[str, float]:
 def _figures(arrivals: list[list[float]]) -> dict[str, float]:
     assert all(len(times) >= TOKENS for times in arrivals), f"a stream has only {min(map(len, arrivals))} frames"
     times = [stream[:TOKENS] for stream in arrivals]
-    gaps = [1e3 * (later - earlier) for stream in times for earlier, later in zip(stream, stream[1:])]
+    gaps = [1e3 * (later - earlier) for stream in times for earlier, later in pairwise(stream)]
     means = [1e3 * (stream[-1] - stream[0]) / (TOKENS - 1) for stream in times]
     strays = [1e3 * abs(stray) for stream in times for stray in _strays(stream)]
     return {

@@ -31,7 +31,9 @@ def test_tensor_parallel_halves_the_work_and_adds_all_reduces() -> None:
 
 def test_a_cache_with_fewer_heads_than_gpus_is_replicated() -> None:
     four = PhysicsPacing(PLAIN, SMALL, 4)
-    assert four.attention_s(StepPlan(0, 1, 1000)) == pytest.approx(PhysicsPacing(PLAIN, SMALL, 2).attention_s(StepPlan(0, 1, 1000)))
+    assert four.attention_s(StepPlan(0, 1, 1000)) == pytest.approx(
+        PhysicsPacing(PLAIN, SMALL, 2).attention_s(StepPlan(0, 1, 1000))
+    )
 
 
 def test_one_token_of_a_mixture_touches_its_active_parameters_and_many_touch_all() -> None:

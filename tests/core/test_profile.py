@@ -8,7 +8,16 @@ import pytest
 
 from windtunnel.core.frontend import Frontend
 from windtunnel.core.pacing import StepPlan
-from windtunnel.core.profile import FrontendCosts, Noise, NoiseStream, Profile, ProfileError, ProfilePacing, StepCosts, from_mapping
+from windtunnel.core.profile import (
+    FrontendCosts,
+    Noise,
+    NoiseStream,
+    Profile,
+    ProfileError,
+    ProfilePacing,
+    StepCosts,
+    from_mapping,
+)
 
 PROFILE = Profile(
     StepCosts(1000.0, 5.0, 100.0, 0.5, 0.25, 0.5),

@@ -44,7 +44,10 @@ def test_gpu_flags_pace_the_server() -> None:
     [
         (["--gpu", "h1000"], "--gpu: 'h1000' is not one of a100-80gb, h100"),
         (["--gpu", "h100", "--gpu-model", "gpt"], "--gpu-model: 'gpt' is not one of llama-3.1-8b"),
-        (["--gpu", "h100", "--tensor-parallel-size", "3"], "--tensor-parallel-size 3 does not divide the 32 heads of llama-3.1-8b"),
+        (
+            ["--gpu", "h100", "--tensor-parallel-size", "3"],
+            "--tensor-parallel-size 3 does not divide the 32 heads of llama-3.1-8b",
+        ),
         (["--profile", "/nowhere.json"], "--profile: /nowhere.json: No such file"),
     ],
 )
@@ -54,7 +57,11 @@ def test_wrong_settings_are_named(args: list[str], message: str) -> None:
 
 
 def test_a_file_that_is_no_profile_is_named(tmp_path: Path) -> None:
-    for content, message in (("{", "Expecting"), ("[]", "format: must be"), ('{"format": "windtunnel-profile-1", "step": 3}', "step: must be")):
+    for content, message in (
+        ("{", "Expecting"),
+        ("[]", "format: must be"),
+        ('{"format": "windtunnel-profile-1", "step": 3}', "step: must be"),
+    ):
         (tmp_path / "p.json").write_text(content, "utf-8")
         with pytest.raises(UsageError, match=f"p.json: {message}"):
             parse_args(["m", "--profile", str(tmp_path / "p.json")])

@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from windtunnel.core.profile import Profile
     from windtunnel.sim.calibrate.measured import Run
     from windtunnel.sim.calibrate.prediction import Prediction
-    from windtunnel.sim.calibrate.replay import EngineLimits
 
 
 def register(app: typer.Typer) -> None:
@@ -18,17 +17,23 @@ def register(app: typer.Typer) -> None:
 
 
 def calibrate(
-    traces: Annotated[list[Path], typer.Argument(help="Request traces: windtunnel's own JSONL, vllm bench serve, AIPerf, GuideLLM")],
+    traces: Annotated[
+        list[Path], typer.Argument(help="Request traces: windtunnel's own JSONL, vllm bench serve, AIPerf, GuideLLM")
+    ],
     trace_format: Annotated[str, typer.Option("--format", help="auto, windtunnel, vllm-bench, aiperf or guidellm")] = "auto",
     concurrency: Annotated[str, typer.Option(help="Clients of each trace, in order, where a format does not say: 1,8")] = "",
     fit_concurrency: Annotated[str, typer.Option(help="Fit on runs with so many clients; the others are predicted")] = "1,8",
-    only: Annotated[str, typer.Option(help="Use only runs whose name has one of these words at its start: 'pass 1,pass 3'")] = "",
+    only: Annotated[
+        str, typer.Option(help="Use only runs whose name has one of these words at its start: 'pass 1,pass 3'")
+    ] = "",
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Of the measured server")] = 128,
     max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Of the measured server")] = 2048,
     block_size: Annotated[int, typer.Option(min=1, help="Of the measured server")] = 16,
     seed: Annotated[int, typer.Option(min=0, help="Of the search and the predictions")] = 0,
     seeds: Annotated[int, typer.Option(min=1, max=100, help="Predictions are means over so many seeds")] = 5,
-    evaluations: Annotated[int, typer.Option(min=1, max=10_000, help="Replays that the search may make for each shape of front end")] = 60,
+    evaluations: Annotated[
+        int, typer.Option(min=1, max=10_000, help="Replays that the search may make for each shape of front end")
+    ] = 60,
     out: Annotated[Path | None, typer.Option(help="Write the profile here, for windtunnel serve --profile")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout")] = False,
 ) -> None:
@@ -76,7 +81,7 @@ def _read(traces: Sequence[Path], trace_format: str, concurrency: Sequence[int],
         raise TraceError(f"--format {trace_format}: must be auto or one of {', '.join(READERS)}")
     if concurrency and len(concurrency) != len(traces):
         raise TraceError(f"--concurrency has {len(concurrency)} numbers for {len(traces)} traces")
-    given = concurrency or [None] * len(traces)
+    given: Sequence[int | None] = concurrency or [None] * len(traces)
     runs = [run for path, clients in zip(traces, given, strict=True) for run in read_runs(path, trace_format, clients)]
     starts = tuple(word.strip() + " " for word in only.split(",") if word.strip())
     return [run for run in runs if not starts or f"{run.name} ".startswith(starts)]

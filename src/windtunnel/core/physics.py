@@ -102,7 +102,8 @@ class PhysicsPacing:
     def __post_init__(self) -> None:
         if self.tensor_parallel < 1 or self.model.heads % self.tensor_parallel:
             raise ValueError(
-                f"tensor_parallel is {self.tensor_parallel}: must divide the {self.model.heads} attention heads of {self.model.name}"
+                f"tensor_parallel is {self.tensor_parallel}: must divide the {self.model.heads} attention heads "
+                f"of {self.model.name}"
             )
 
     def step_ns(self, plan: StepPlan) -> int:
@@ -171,9 +172,33 @@ MODELS: Mapping[str, Model] = MappingProxyType(
             Model("llama-3.1-70b", 80, 8192, 64, 8, 128, 128256, 70.6e9, "arXiv:2407.21783 table 3 and its config.json"),
             Model("qwen2.5-7b", 28, 3584, 28, 4, 128, 152064, 7.61e9, "arXiv:2412.15115 and its config.json"),
             Model(
-                "qwen3-30b-a3b", 48, 2048, 32, 4, 128, 151936, 30.5e9, "arXiv:2505.09388 table 2 and its config.json", 128, 8, 3.3e9
+                "qwen3-30b-a3b",
+                48,
+                2048,
+                32,
+                4,
+                128,
+                151936,
+                30.5e9,
+                "arXiv:2505.09388 table 2 and its config.json",
+                128,
+                8,
+                3.3e9,
             ),
-            Model("mixtral-8x7b", 32, 4096, 32, 8, 128, 32000, 46.7e9, "arXiv:2401.04088 table 1 and its config.json", 8, 2, 12.9e9),
+            Model(
+                "mixtral-8x7b",
+                32,
+                4096,
+                32,
+                8,
+                128,
+                32000,
+                46.7e9,
+                "arXiv:2401.04088 table 1 and its config.json",
+                8,
+                2,
+                12.9e9,
+            ),
         )
     }
 )

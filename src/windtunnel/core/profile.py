@@ -1,13 +1,15 @@
 """A measured server as numbers: what `windtunnel calibrate` writes and `windtunnel serve --profile` plays back.
 
-A step costs a base, so much for each prefill token, decoding sequence, context token and prefill attention pair, plus one
-draw of the step noise. The noise is kept as quantiles of what was measured, extremes included: no law is assumed and no tail
-is cut. It is added, not multiplied: what disturbs a step (an interrupt, another process) does not know how long the step is. What the server's front end costs is `FrontendCosts`; `core.frontend` says how it is spent.
+A step costs a base, so much for each prefill token, decoding sequence, context token and prefill attention pair, plus one draw
+of the step noise. The noise is kept as quantiles of what was measured, extremes included: no law is assumed and no tail is cut.
+It is added, not multiplied: what disturbs a step (an interrupt, another process) does not know how long the step is. What the
+server's front end costs is `FrontendCosts`; `core.frontend` says how it is spent.
 """
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
 from math import erf, isfinite, sqrt
 from typing import Any, ClassVar
 
@@ -37,9 +39,9 @@ class Noise:
     def __post_init__(self) -> None:
         if len(self.shares) != len(self.values_ns) or len(self.shares) < 2:
             raise ProfileError("noise: shares and values_ns must be of one length, at least 2")
-        if self.shares[0] != 0 or self.shares[-1] != 1 or any(b <= a for a, b in zip(self.shares, self.shares[1:])):
+        if self.shares[0] != 0 or self.shares[-1] != 1 or any(b <= a for a, b in pairwise(self.shares)):
             raise ProfileError("noise.shares: must rise from 0 to 1")
-        if any(b < a for a, b in zip(self.values_ns, self.values_ns[1:])):
+        if any(b < a for a, b in pairwise(self.values_ns)):
             raise ProfileError("noise.values_ns: must not fall")
         if not (0 <= self.lasting <= 1 and 0 <= self.memory < 1):
             raise ProfileError("noise: lasting must be 0 to 1 and memory at least 0 and below 1")

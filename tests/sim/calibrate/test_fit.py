@@ -67,7 +67,10 @@ def test_a_replay_serves_every_request_once_and_respects_the_concurrency() -> No
         (one.prompt_tokens, one.output_tokens) for one in load(4, 30).requests
     )
     assert all(one.chunks[-1][1] == one.output_tokens for one in run.requests)
-    edges = sorted([(one.sent_s, 1) for one in run.requests] + [(one.end_s, -1) for one in run.requests], key=lambda edge: (edge[0], edge[1]))
+    edges = sorted(
+        [(one.sent_s, 1) for one in run.requests] + [(one.end_s, -1) for one in run.requests],
+        key=lambda edge: (edge[0], edge[1]),
+    )
     assert max(np.cumsum([change for _at, change in edges])) <= 4
 
 

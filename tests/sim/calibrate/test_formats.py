@@ -111,7 +111,7 @@ def test_other_files_are_refused_with_a_reason(tmp_path: Path) -> None:
         with pytest.raises(TraceError, match=message):
             read_runs(write(tmp_path, document))
     (tmp_path / "trace.json").write_text(json.dumps(OURS) + "\n{nonsense", "utf-8")
-    with pytest.raises(TraceError, match="trace.json line 2: not JSON: .* at column 2"):
+    with pytest.raises(TraceError, match=r"trace.json line 2: not JSON: .* at column 2"):
         read_runs(tmp_path / "trace.json")
     (tmp_path / "trace.json").write_text("", "utf-8")
     with pytest.raises(TraceError, match="is empty"):

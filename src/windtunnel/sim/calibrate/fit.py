@@ -1,9 +1,10 @@
 """Fitting a profile to measured runs, in two stages.
 
-First, what a lone client shows directly. With one request at a time an inter-token gap is one step, so a regression of gaps
-on context gives the base and the context cost; the time to first token, less such a step, gives the front end's request cost and
-the prefill costs; what the regressions leave over is the noise. The writes after the last token give the cost of a chunk.
-The regressions minimise absolute deviations: medians, so that stalls do not pull the line.
+First, what a lone client shows directly. With one request at a time an inter-token gap is one step, so a regression of gaps on
+context gives the base and the context cost; the time to first token, less such a step, gives the front end's request cost and
+the prefill costs; what the regressions leave over is the noise. The writes after the last token give the cost of a chunk, the
+response headers the loop's work for a request. The regressions minimise absolute deviations: medians, so that stalls do not
+pull the line.
 
 Second, what shows only between requests (the cost of a decoding sequence, how the front end's loop divides its time, the
 engine's wake-up, extra noise under load) is found by replaying the other runs in the simulator and comparing quantiles.
@@ -11,6 +12,7 @@ engine's wake-up, extra noise under load) is found by replaying the other runs i
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,7 +59,9 @@ class Lone:
 
 def lone(requests: Sequence[Measured]) -> Lone:
     step_ms, context_ms, step_rest = _step_line(requests)
-    prompt, uncached, pairs, first = (np.array(column, float) for column in zip(*(_first_row(one) for one in requests)))
+    prompt, uncached, pairs, first = (
+        np.array(column, float) for column in zip(*(_first_row(one) for one in requests), strict=True)
+    )
     if np.array_equal(prompt, uncached):
         prompt = np.zeros_like(prompt)  # nothing was cached: the two cannot be told apart, and prefill has the larger part
     columns = np.stack([np.ones_like(prompt), prompt, uncached, pairs], axis=1)
@@ -99,12 +103,12 @@ def _step_line(requests: Sequence[Measured]) -> tuple[float, float, Vector]:
     rows = [
         (one.prompt_tokens + before[1], (after[0] - before[0]))
         for one in requests
-        for before, after in zip(one.chunks, one.chunks[1:])
+        for before, after in pairwise(one.chunks)
         if after[1] - before[1] == 1
     ]
     if not rows:
         raise FitError("no request has two single-token chunks: there is no inter-token time to fit")
-    context, gap = (np.array(column, float) for column in zip(*rows))
+    context, gap = (np.array(column, float) for column in zip(*rows, strict=True))
     (step, per_context), rest = _least_deviations(np.stack([np.ones_like(context), context], axis=1), gap)
     return step, per_context, rest
 
@@ -152,12 +156,21 @@ def profile_of(alone: Lone, shared: Shared, source: str = "") -> Profile:
     request_ms = min(max(0.0, rest_ms), shared.request_ms if alone.headers_ms is None else alone.headers_ms)
     return Profile(
         StepCosts(
-            _ns(alone.step_ms - decode_ms), _ns(alone.prefill_token_ms), _ns(decode_ms), _ns(alone.context_token_ms), _ns(alone.prefill_pair_ms),
+            _ns(alone.step_ms - decode_ms),
+            _ns(alone.prefill_token_ms),
+            _ns(decode_ms),
+            _ns(alone.context_token_ms),
+            _ns(alone.prefill_pair_ms),
             round(shared.noise_growth, 6),
         ),
         FrontendCosts(
-            _ns(request_ms), _ns(alone.prompt_token_ms), _ns(shared.frontend_step_ms), _ns(chunk_ms), _ns(shared.wake_ms),
-            _ns(max(0.0, rest_ms - request_ms)), shared.turns
+            _ns(request_ms),
+            _ns(alone.prompt_token_ms),
+            _ns(shared.frontend_step_ms),
+            _ns(chunk_ms),
+            _ns(shared.wake_ms),
+            _ns(max(0.0, rest_ms - request_ms)),
+            shared.turns,
         ),
         _noise(alone.step_noise_ms, alone.lasting, alone.memory),
         _noise(alone.request_noise_ms),
@@ -213,7 +226,14 @@ def fit(
 
 
 def _search(
-    alone: Lone, start: Shared, runs: Sequence[Run], limits: EngineLimits, seed: int, evaluations: int, say: Callable[[str], None], shapes: Sequence[int]
+    alone: Lone,
+    start: Shared,
+    runs: Sequence[Run],
+    limits: EngineLimits,
+    seed: int,
+    evaluations: int,
+    say: Callable[[str], None],
+    shapes: Sequence[int],
 ) -> tuple[Shared, float]:
     real = [series(run) for run in runs]
 
@@ -239,7 +259,10 @@ def _search(
             lambda point, turns=turns: cost(at(point, turns)),
             best_point,
             method="Nelder-Mead",
-            options={"maxfev": evaluations if turns == shapes[0] else evaluations // 2, "initial_simplex": _simplex(best_point)},
+            options={
+                "maxfev": evaluations if turns == shapes[0] else evaluations // 2,
+                "initial_simplex": _simplex(best_point),
+            },
         )
         say(f"turns {turns}: distance {found.fun:.4f}")
         if found.fun < least:

@@ -2,17 +2,17 @@
 
 | format | file | what it lacks |
 | --- | --- | --- |
-| `windtunnel` | JSONL, one request a line, every chunk with its time (the recorded trace's format) | nothing |
-| `vllm-bench` | `vllm bench serve --save-result --save-detailed` (0.33), one JSON document or several, one a line | time of the last byte, cached tokens |
-| `aiperf` | `profile_export.jsonl` of AIPerf (0.14) | cached tokens, the concurrency |
-| `guidellm` | `benchmarks.json` of GuideLLM (0.8) | times of chunks between first and last (spaced evenly), cached tokens |
+| `windtunnel` | JSONL, a request a line, every chunk with its time (the recorded trace) | nothing |
+| `vllm-bench` | `vllm bench serve --save-result --save-detailed`, one document a run | time of the last byte, cached tokens |
+| `aiperf` | `profile_export.jsonl` of AIPerf 0.14 | cached tokens, the concurrency |
+| `guidellm` | `benchmarks.json` of GuideLLM | chunks between first and last (taken as even), cached tokens |
 
 GenAI-Perf's `profile_export.json` has no token counts, so nothing can be fitted to it; its successor AIPerf writes them.
 """
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +101,9 @@ _MARKS = {"chunks": "windtunnel", "ttfts": "vllm-bench", "metadata": "aiperf", "
 
 def _detect(first: Row) -> str:
     if "experiments" in first.data:
-        raise TraceError(f"{first.where}: a GenAI-Perf profile has no token counts; measure with AIPerf and give its profile_export.jsonl")
+        raise TraceError(
+            f"{first.where}: a GenAI-Perf profile has no token counts; measure with AIPerf and give its profile_export.jsonl"
+        )
     for mark, name in _MARKS.items():
         if mark in first.data:
             return name
@@ -154,7 +156,7 @@ def _chunk(row: Row, at: int, item: Any) -> tuple[float, int]:
 def _check_chunks(row: Row, chunks: Sequence[tuple[float, int]]) -> None:
     if not chunks:
         raise TraceError(f"{row.where}: chunks is empty: a request without output cannot be fitted")
-    for at, (before, after) in enumerate(zip(chunks, chunks[1:]), 1):
+    for at, (before, after) in enumerate(pairwise(chunks), 1):
         if after[0] < before[0] or after[1] <= before[1]:
             raise TraceError(f"{row.where}: chunks[{at}] is {list(after)}: times must not fall and tokens must rise")
 
@@ -177,7 +179,9 @@ def _vllm_bench_run(row: Row, concurrency: int | None) -> Run:
     for at, (prompt, output, ttft, itls) in enumerate(zip(*columns.values(), strict=True)):
         if at < len(errors) and errors[at]:
             continue
-        requests.append(_vllm_bench_request(Row(f"{row.where}: request {at}", {"itls": itls}), starts[at], prompt, output, ttft))
+        requests.append(
+            _vllm_bench_request(Row(f"{row.where}: request {at}", {"itls": itls}), starts[at], prompt, output, ttft)
+        )
     given = concurrency if concurrency is not None else row.data.get("max_concurrency")
     return Run(f"c={given}" if given else "open loop", int(given) if given else None, requests)
 
@@ -208,7 +212,9 @@ def _spread(times_ms: Sequence[float], tokens: int) -> tuple[tuple[float, int], 
 def _aiperf(rows: Sequence[Row], concurrency: int | None) -> list[Run]:
     if concurrency is None:
         raise TraceError(f"{rows[0].where}: an AIPerf export does not say its concurrency: give --concurrency")
-    good = (row for row in rows if not row.data.get("error") and row.part("metadata").data.get("benchmark_phase") == "profiling")
+    good = (
+        row for row in rows if not row.data.get("error") and row.part("metadata").data.get("benchmark_phase") == "profiling"
+    )
     return [Run(f"c={concurrency}", concurrency, [_aiperf_request(row) for row in good])]
 
 
@@ -249,7 +255,10 @@ def _guidellm(rows: Sequence[Row], concurrency: int | None) -> list[Run]:
         benchmark = Row(f"{rows[0].where}: benchmarks[{number}]", document)
         streams = concurrency if concurrency is not None else _streams(benchmark)
         requests = benchmark.part("requests")
-        found = [_guidellm_request(Row(f"{requests.where}: successful[{at}]", item)) for at, item in enumerate(requests.items("successful"))]
+        found = [
+            _guidellm_request(Row(f"{requests.where}: successful[{at}]", item))
+            for at, item in enumerate(requests.items("successful"))
+        ]
         runs.append(Run(f"c={streams}" if streams else f"benchmark {number}", streams, found))
     return runs
 

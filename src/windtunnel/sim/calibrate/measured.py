@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 
 @dataclass(frozen=True)
@@ -27,13 +28,13 @@ class Measured:
     @cached_property
     def gaps_ms(self) -> list[float]:
         """Between chunks, not divided by their tokens."""
-        return [later[0] - earlier[0] for earlier, later in zip(self.chunks, self.chunks[1:])]
+        return [later[0] - earlier[0] for earlier, later in pairwise(self.chunks)]
 
     @cached_property
     def token_gaps_ms(self) -> list[float]:
         """The same for each token: a chunk of n tokens counts n times with a part each."""
         out: list[float] = []
-        for earlier, later in zip(self.chunks, self.chunks[1:]):
+        for earlier, later in pairwise(self.chunks):
             count = later[1] - earlier[1]
             out += [(later[0] - earlier[0]) / count] * count
         return out
@@ -58,4 +59,4 @@ class Run:
             return []
         ends = sorted(request.end_s for request in self.requests)
         sends = sorted(request.sent_s for request in self.requests)[self.concurrency :]
-        return [max(0.0, 1e3 * (send - end)) for end, send in zip(ends, sends)]
+        return [max(0.0, 1e3 * (send - end)) for end, send in zip(ends, sends, strict=False)]

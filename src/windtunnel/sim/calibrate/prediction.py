@@ -36,7 +36,9 @@ class Prediction:
         return abs(self.error) <= TOLERANCE[self.percentile]
 
 
-def predict(runs: Sequence[Run], fitted: Sequence[Run], profile: Profile, limits: EngineLimits, seeds: Sequence[int]) -> list[Prediction]:
+def predict(
+    runs: Sequence[Run], fitted: Sequence[Run], profile: Profile, limits: EngineLimits, seeds: Sequence[int]
+) -> list[Prediction]:
     return [row for run in runs for row in _of_run(run, run in fitted, profile, limits, seeds)]
 
 
@@ -60,7 +62,9 @@ def markdown(rows: Sequence[Prediction]) -> str:
     for name in dict.fromkeys(row.run for row in rows):
         cells = {(row.quantity, row.percentile): row for row in rows if row.run == name}
         mark = " (fitted)" if next(iter(cells.values())).fitted else ""
-        lines.append(f"| {name}{mark} | " + " | ".join(_cell(cells[column]) if column in cells else "" for column in columns) + " |")
+        lines.append(
+            f"| {name}{mark} | " + " | ".join(_cell(cells[column]) if column in cells else "" for column in columns) + " |"
+        )
     return "\n".join(lines)
 
 

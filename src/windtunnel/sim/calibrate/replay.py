@@ -142,7 +142,9 @@ class _Player:
             return
         end_ns = chunk.at_ns + self._ending_ns
         work, e2e_ms = one.work, (end_ns - one.sent_ns) / 1e6
-        self._done.append(Measured(one.sent_ns / 1e9, work.prompt_tokens, made + chunk.tokens, tuple(one.chunks), e2e_ms, work.cached_tokens))
+        self._done.append(
+            Measured(one.sent_ns / 1e9, work.prompt_tokens, made + chunk.tokens, tuple(one.chunks), e2e_ms, work.cached_tokens)
+        )
         del self._open[chunk.key]
         if self._closed is not None:
             pause_ms = self._thinks_ms[int(self._draws.random() * len(self._thinks_ms))]
