@@ -1,10 +1,10 @@
 """The API server in front of an engine, as one event loop that takes turns. Sans-IO: values and times in, values and times out.
 
-In one turn the loop gives every request that is on its way in one slice of its work, then takes every batch of outputs that the
-engine has finished and writes one chunk for each sequence. Two things follow that measurements of vLLM 0.32 show (the recorded
-trace, concurrency 16): while the loop is idle, a request costs its own work only, but while chunks keep the loop busy it waits a
-whole burst of chunks for each of its turns; and where the engine is faster than the loop, tokens of several steps leave as one
-chunk.
+In one turn the loop gives every request that is on its way in one slice of its work, then takes every batch of outputs that
+the engine has finished and writes one chunk for each sequence. Two things follow that measurements of vLLM 0.32 show (the
+recorded trace, concurrency 16): while the loop is idle, a request costs its own work only, but while chunks keep the loop busy
+it waits a whole burst of chunks for each of its turns; and where the engine is faster than the loop, tokens of several steps
+leave as one chunk.
 """
 
 from collections import deque
