@@ -134,7 +134,10 @@ class Jobs:
         make_source: MakeSource,
         new_suffix: Callable[[], str],
         limit: int,
+        arrival_delay_ns: Callable[[int], int] = lambda _prompt_tokens: 0,
     ) -> None:
+        """`arrival_delay_ns`: for so many prompt tokens, how long after its arrival the engine may run a request."""
+        self._arrival_delay_ns = arrival_delay_ns
         self._driver = driver
         self._metrics = metrics
         self._make_source = make_source
@@ -217,6 +220,7 @@ class Jobs:
         for prompt_index, prompt in enumerate(generation.prompts):
             external = f"{generation.response_id}-{prompt_index}" if generation.indexed_ids else generation.response_id
             parent = f"{external}-{self._new_suffix()}"
+            delay_ns = self._arrival_delay_ns(len(prompt.token_ids))
             for child in range(sampling.n):
                 yield EngineRequest(
                     request_id=f"{child}_{parent}" if sampling.n > 1 else parent,
@@ -235,6 +239,7 @@ class Jobs:
                     session_id=generation.session_id,
                     prompt_hashes=prompt.block_hashes,
                     report_cached_blocks=_reports_cached_blocks(generation),
+                    deferred_until_ns=arrival_ns + delay_ns if delay_ns else 0,
                     kv_transfer=generation.kv_transfer,
                     tags={"external_id": external, "family": generation.family, "stream": str(generation.stream).lower()},
                 )

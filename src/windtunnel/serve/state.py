@@ -19,7 +19,7 @@ from windtunnel.serve import asgi, failures
 from windtunnel.serve.clock import now_ns
 from windtunnel.serve.config import ServeConfig, UsageError, as_json
 from windtunnel.serve.driver import EngineDriver, StepObserver
-from windtunnel.serve.engines import engine_config, make_metrics, make_pacing, with_hash_seed
+from windtunnel.serve.engines import arrival_delay_ns, engine_config, make_metrics, make_pacing, with_hash_seed
 from windtunnel.serve.flags import live_changes
 from windtunnel.serve.http11 import Cork
 from windtunnel.serve.jobs import Jobs
@@ -69,13 +69,22 @@ class Server:
             self.seams.engine(VllmEngine(self._engine_config(config), make_pacing(config.pacing, chance)))
             for chance in self._chances
         )
+        self._pacing = make_pacing(config.pacing, self._chances[0])
         self.history = RequestHistory(config.limits.history)
         self.metrics = make_metrics(config, self.engine.config)
         self.publishers = open_publishers(config, loop)
         self.driver = self._make_ranks()
         self.sources = SourceMaker(config.generation, self.tokenizer)
         self.recorded = load_recorded(config, self.tokenizer)
-        self.jobs = Jobs(self.driver, self.metrics, self.tokenizer, self._make_source, self._suffix, config.limits.open_answers)
+        self.jobs = Jobs(
+            self.driver,
+            self.metrics,
+            self.tokenizer,
+            self._make_source,
+            self._suffix,
+            config.limits.open_answers,
+            self._arrival_delay_ns,
+        )
 
     def new_id(self) -> str:
         """16 hex digits. Not seeded: two servers must not give the same ids."""
@@ -129,6 +138,7 @@ class Server:
         config = live_changes(self.config, changes)
         for engine, chance in zip(self.engines, self._chances, strict=True):
             engine.reconfigure(self._engine_config(config), make_pacing(config.pacing, chance), now_ns=now_ns())
+        self._pacing = make_pacing(config.pacing, self._chances[0])
         self.sources = SourceMaker(config.generation, self.tokenizer)
         self.config = config
         self.driver.wake()
@@ -156,6 +166,9 @@ class Server:
     def _engine_config(self, config: ServeConfig) -> VllmEngineConfig:
         changed: VllmEngineConfig = self.seams.engine_config(engine_config(config, self.tokenizer))
         return changed
+
+    def _arrival_delay_ns(self, prompt_tokens: int) -> int:
+        return arrival_delay_ns(self._pacing, prompt_tokens)
 
     def _make_source(self, *args: Any) -> Any:
         return self.sources(*args)
