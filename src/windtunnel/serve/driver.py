@@ -59,6 +59,10 @@ class EngineDriver:
         self._at: int | None = None
         self._closed = False
 
+    def observe(self, observer: StepObserver) -> None:
+        """Show this one every step, too, from the next on."""
+        self._observers += (observer,)
+
     def submit(self, requests: Sequence[EngineRequest], listeners: Sequence[Listener]) -> Refusal | None:
         """Admit all or none; from then on each listener gets the outputs of its request."""
         refusal = self.engine.submit(requests, now_ns())
