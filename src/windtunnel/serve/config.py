@@ -96,6 +96,8 @@ class ServeConfig:
     engine: Engine = "vllm"
     host: str = "127.0.0.1"
     port: int = 8000
+    grpc_port: int | None = None
+    """None: no gRPC."""
     served_model_names: tuple[str, ...] = ()
     tokenizer: str | None = None
     lora_modules: tuple[tuple[str, str], ...] = ()

@@ -64,6 +64,10 @@ class EngineDriver:
         self._closed = False
         self._auditor = IdleAuditor(engine, loop)
 
+    def observe(self, observer: StepObserver) -> None:
+        """Show this one every step, too, from the next on."""
+        self._observers += (observer,)
+
     def submit(self, requests: Sequence[EngineRequest], listeners: Sequence[Listener]) -> Refusal | None:
         """Admit all or none; from then on each listener gets the outputs of its request."""
         refusal = self.engine.submit(requests, now_ns())

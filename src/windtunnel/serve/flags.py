@@ -197,6 +197,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag("engine", "engine", _choice("vllm", "sglang"), "which server to simulate"),
     Flag("host", "host", _text, "address to listen on"),
     Flag("port", "port", _integer(0, 65535), "TCP port; 0 picks a free one"),
+    Flag("grpc-port", "grpc_port", _optional(_integer(0, 65535)), "serve gRPC too, on this TCP port; 0 picks a free one"),
     Flag("served-model-name", "served_model_names", _texts, "public model names; the first is used in answers", many=True),
     Flag("tokenizer", "tokenizer", _optional(_text), "folder with tokenizer.json; without it the built-in tokenizer"),
     Flag("lora-modules", "lora_modules", _lora_modules, "adapters as NAME=PATH", many=True),
