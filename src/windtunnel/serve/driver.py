@@ -6,7 +6,7 @@ loop: one wake-up for a whole step, not one for each token, and one write for ea
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from windtunnel.core.engine import Engine
@@ -50,6 +50,8 @@ class EngineDriver:
         self.engine = engine
         self.rank = rank
         self.steps = 0
+        self.after_turn: Callable[[], None] = _nothing
+        """Called whenever the engine has been touched: what it wants to send goes out here (P/D frames)."""
         self._loop = loop
         self._cork = cork
         self._observers = tuple(observers)
@@ -81,6 +83,7 @@ class EngineDriver:
 
     def wake(self) -> None:
         """Look at the engine again: something about it has changed."""
+        self.after_turn()
         at = self.engine.next_event_at()
         if at is None or self._closed:
             return
@@ -142,3 +145,7 @@ class EngineDriver:
                 log.exception("an answer broke while it was written")
                 self.abort([output[0]])
                 listener.broken()
+
+
+def _nothing() -> None:
+    """What an engine without peers has to send."""

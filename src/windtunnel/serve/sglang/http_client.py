@@ -19,21 +19,21 @@ class HttpAsker:
     def __init__(self) -> None:
         self._client = httpx.AsyncClient(trust_env=False, limits=httpx.Limits(max_connections=64, max_keepalive_connections=16))
 
-    async def ask(self, method: str, url: str, timeout: httpx.Timeout, body: Mapping[str, Any] | None = None) -> bytes:
+    async def ask(self, method: str, url: str, patience: httpx.Timeout, body: Mapping[str, Any] | None = None) -> bytes:
         """The body of a 200. Raises NoAnswer."""
         try:
-            answer = await self._client.request(method, url, json=body, timeout=timeout)
+            answer = await self._client.request(method, url, json=body, timeout=patience)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise NoAnswer(f"{method} {url}: {error or type(error).__name__}") from error
+            raise NoAnswer(f"{method} {url}: {type(error).__name__} {error}") from error
         if answer.status_code != 200:
             raise NoAnswer(f"{method} {url}: status {answer.status_code}: {answer.text[:200]}")
         if len(answer.content) > ANSWER_LIMIT_BYTES:
             raise NoAnswer(f"{method} {url}: over {ANSWER_LIMIT_BYTES} bytes")
         return answer.content
 
-    async def ask_json(self, method: str, url: str, timeout: httpx.Timeout, body: Mapping[str, Any] | None = None) -> Any:
+    async def ask_json(self, method: str, url: str, patience: httpx.Timeout, body: Mapping[str, Any] | None = None) -> Any:
         """As `ask`, for a JSON body."""
-        content = await self.ask(method, url, timeout, body)
+        content = await self.ask(method, url, patience, body)
         try:
             return json.loads(content)
         except ValueError as error:

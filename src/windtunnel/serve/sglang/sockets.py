@@ -1,4 +1,4 @@
-"""The ZMQ sockets of one P/D worker: a PULL socket for each rank on an ephemeral port, a PUSH socket for each peer (reference §4.1).
+"""The ZMQ sockets of one P/D worker: PULL on an ephemeral port for each rank, PUSH to each peer (SGLang reference §4.1).
 
 A rank may listen on several sockets (`listen_sockets`): they stand for so many decode ranks, whose rooms spread over a
 prefill's transfer queues (a room's queue is the sum of its destination ports, modulo the number of queues).

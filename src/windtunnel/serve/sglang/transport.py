@@ -165,17 +165,10 @@ _QUESTIONS: Mapping[type, Callable[[Transport, Outgoing], Coroutine[Any, Any, No
 class PrefillTransport(Transport):
     """The prefill's side: registers its ranks, hears metadata and aborts, and sees decode processes go."""
 
-    def __init__(
-        self,
-        worker: PrefillWorker,
-        sockets: RankSockets,
-        config: TransportConfig,
-        wake: Callable[[], None],
-        bootstrap_url: str,
-    ) -> None:
+    def __init__(self, worker: PrefillWorker, sockets: RankSockets, config: TransportConfig, wake: Callable[[], None]) -> None:
         super().__init__(sockets, config, wake)
         self.send_timeout_s = config.socket_s(_STATUS_SEND_S)
-        self.bootstrap_url = bootstrap_url
+        self.bootstrap_url = ""
         self._worker = worker
 
     @property
@@ -198,8 +191,9 @@ class PrefillTransport(Transport):
                     rank.backend.find_peer(endpoint)
         self._wake()
 
-    async def register(self, registrations: list[RouteRegistration]) -> None:
+    async def register(self, bootstrap_url: str, registrations: list[RouteRegistration]) -> None:
         """Tell the bootstrap server of every rank: five tries with growing pauses. Raises NoAnswer."""
+        self.bootstrap_url = bootstrap_url
         for one in registrations:
             for attempt in range(_REGISTER_TRIES):
                 try:
@@ -223,9 +217,7 @@ class PrefillTransport(Transport):
 class DecodeTransport(Transport):
     """The decode's side: looks prefills up, registers with their ranks, sends metadata and aborts, and beats."""
 
-    def __init__(
-        self, worker: DecodeWorker, sockets: RankSockets, config: TransportConfig, wake: Callable[[], None]
-    ) -> None:
+    def __init__(self, worker: DecodeWorker, sockets: RankSockets, config: TransportConfig, wake: Callable[[], None]) -> None:
         super().__init__(sockets, config, wake)
         self.send_timeout_s = config.socket_s(config.zmq_send_timeout_ns / 1e9)
         self._worker = worker

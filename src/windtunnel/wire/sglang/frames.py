@@ -183,9 +183,9 @@ def _metadata(parts: Sequence[bytes]) -> Metadata:
 
 def _registration(parts: Sequence[bytes]) -> Registration:
     names = ("gpu id", "attn_tp_size", "engine rank", "kv item length")
-    sizes = [_integer(part, name) for part, name in zip(parts[9:13], names, strict=True)]
+    gpu, tp_size, rank, length = (_integer(part, name) for part, name in zip(parts[9:13], names, strict=True))
     slots = _integer(parts[17], "slot count") if len(parts) > 17 else 0
-    return Registration(_peer(parts[2], parts[3]), _text(parts[4]), *sizes, slots)
+    return Registration(_peer(parts[2], parts[3]), _text(parts[4]), gpu, tp_size, rank, length, slots)
 
 
 def _abort(parts: Sequence[bytes]) -> Abort:
