@@ -6,7 +6,7 @@ loop: one wake-up for a whole step, not one for each token, and one write for ea
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from windtunnel.core.engine import Engine
@@ -54,6 +54,8 @@ class EngineDriver:
         self.engine = engine
         self.rank = rank
         self.steps = 0
+        self.after_turn: Callable[[], None] = _nothing
+        """Called whenever the engine has been touched: what it wants to send goes out here (P/D frames)."""
         self._loop = loop
         self._cork = cork
         self._observers = tuple(observers)
@@ -90,6 +92,7 @@ class EngineDriver:
 
     def wake(self) -> None:
         """Look at the engine again: something about it has changed."""
+        self.after_turn()
         at = self.engine.next_event_at()
         if self._closed:
             return
@@ -187,3 +190,7 @@ class IdleAuditor:
         except AssertionError as breach:
             log.critical("the idle engine does not add up: %s", breach)
         self._wait_s = max(_IDLE_S, 100 * (self._loop.time() - started_s))
+
+
+def _nothing() -> None:
+    """What an engine without peers has to send."""

@@ -6,8 +6,6 @@ import gc
 import json
 import logging
 import os
-import signal
-from collections.abc import Generator
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -17,6 +15,7 @@ from windtunnel.core.vllm.control import DEATH
 from windtunnel.serve.app import build
 from windtunnel.serve.config import ServeConfig
 from windtunnel.serve.http11 import HttpLimits, protocol_class
+from windtunnel.serve.signals import handled_by
 from windtunnel.serve.state import Server
 from windtunnel.wire.family import WireError
 
@@ -90,16 +89,8 @@ class SimulatorProcess(uvicorn.Server):
                 log.error("the engine is dead: stopping")
                 self.should_exit = True
 
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        """Unlike uvicorn's, does not raise the signal again: a server that was asked to stop, and did, exits with 0."""
-        handled = (signal.SIGINT, signal.SIGTERM)
-        before = {sig: signal.signal(sig, self.handle_exit) for sig in handled}
-        try:
-            yield
-        finally:
-            for sig, handler in before.items():
-                signal.signal(sig, handler)
+    def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
+        return handled_by(self.handle_exit)
 
 
 def run(config: ServeConfig) -> None:

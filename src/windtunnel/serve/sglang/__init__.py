@@ -1,0 +1,1 @@
+"""The live SGLang server, unified and disaggregated."""

@@ -1,0 +1,1 @@
+"""SGLang on the wire: codecs, request models and errors."""
