@@ -23,6 +23,9 @@ def calibrate(
     trace_format: Annotated[str, typer.Option("--format", help="auto, windtunnel, vllm-bench, aiperf or guidellm")] = "auto",
     concurrency: Annotated[str, typer.Option(help="Clients of each trace, in order, where a format does not say: 1,8")] = "",
     fit_concurrency: Annotated[str, typer.Option(help="Fit on runs with so many clients; the others are predicted")] = "1,8",
+    profile_file: Annotated[
+        Path | None, typer.Option("--profile", help="Fit nothing: predict every run with this profile")
+    ] = None,
     only: Annotated[
         str, typer.Option(help="Use only runs whose name has one of these words at its start: 'pass 1,pass 3'")
     ] = "",
@@ -39,6 +42,7 @@ def calibrate(
 ) -> None:
     """Fit a profile to measured requests, print the goodness of fit, and predict the runs that were left out."""
     from windtunnel.cli.glue import fail
+    from windtunnel.core.profile import ProfileError
     from windtunnel.sim.calibrate.fit import FitError, fit
     from windtunnel.sim.calibrate.formats import TraceError
     from windtunnel.sim.calibrate.prediction import predict
@@ -47,11 +51,15 @@ def calibrate(
     limits = EngineLimits(max_num_seqs, max_num_batched_tokens, block_size)
     try:
         runs = _read(traces, trace_format, _numbers("--concurrency", concurrency), only)
-        chosen = _numbers("--fit-concurrency", fit_concurrency)
-        fitted = [run for run in runs if run.concurrency in chosen]
+        fitted = (
+            [] if profile_file else [run for run in runs if run.concurrency in _numbers("--fit-concurrency", fit_concurrency)]
+        )
         source = f"{', '.join(path.name for path in traces)}: {', '.join(run.name for run in fitted)}; seed {seed}"
-        profile, distance = fit(fitted, limits, seed=seed, evaluations=evaluations, say=_say, source=source)
-    except (TraceError, FitError) as error:
+        if profile_file:
+            profile, distance = _load(profile_file), None
+        else:
+            profile, distance = fit(fitted, limits, seed=seed, evaluations=evaluations, say=_say, source=source)
+    except (TraceError, FitError, ProfileError) as error:
         fail(str(error))
     except OSError as error:
         fail(f"{error.filename}: {error.strerror}")
@@ -59,6 +67,17 @@ def calibrate(
         _write(out, profile)
     rows = predict(runs, fitted, profile, limits, range(seed + 100, seed + 100 + seeds))
     _report(profile, distance, rows, as_json=as_json)
+
+
+def _load(path: Path) -> "Profile":
+    import json
+
+    from windtunnel.core.profile import ProfileError, from_mapping
+
+    try:
+        return from_mapping(json.loads(path.read_text("utf-8")))
+    except ValueError as error:
+        raise ProfileError(f"{path.name}: {error}") from None
 
 
 def _say(text: str) -> None:
@@ -84,7 +103,10 @@ def _read(traces: Sequence[Path], trace_format: str, concurrency: Sequence[int],
     given: Sequence[int | None] = concurrency or [None] * len(traces)
     runs = [run for path, clients in zip(traces, given, strict=True) for run in read_runs(path, trace_format, clients)]
     starts = tuple(word.strip() + " " for word in only.split(",") if word.strip())
-    return [run for run in runs if not starts or f"{run.name} ".startswith(starts)]
+    kept = [run for run in runs if not starts or f"{run.name} ".startswith(starts)]
+    if not kept:
+        raise TraceError(f"no run is left: --only {only!r} fits none of {', '.join(run.name for run in runs)}")
+    return kept
 
 
 def _write(out: Path, profile: "Profile") -> None:
@@ -94,7 +116,7 @@ def _write(out: Path, profile: "Profile") -> None:
     _say(f"wrote {out}")
 
 
-def _report(profile: "Profile", distance: float, rows: "Sequence[Prediction]", *, as_json: bool) -> None:
+def _report(profile: "Profile", distance: float | None, rows: "Sequence[Prediction]", *, as_json: bool) -> None:
     import json
     from dataclasses import asdict
 
@@ -108,6 +130,7 @@ def _report(profile: "Profile", distance: float, rows: "Sequence[Prediction]", *
         return
     typer.echo(markdown(rows))
     typer.echo(f"\nmeasured → predicted, in ms; bold: off by more than 10 % (p50) or 20 % (p99). Fitted on {profile.source}.")
-    typer.echo(f"Goodness of fit: weighted squared log ratio of quantiles {distance:.4f} (0: equal).")
+    if distance is not None:
+        typer.echo(f"Goodness of fit: weighted squared log ratio of quantiles {distance:.4f} (0: equal).")
     if left_out:
         typer.echo(f"Left out: {hits} of {len(left_out)} predictions hit.")

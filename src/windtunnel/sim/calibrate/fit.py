@@ -210,8 +210,8 @@ def fit(
     say: Callable[[str], None] = lambda _text: None,
     source: str = "",
     turns: Sequence[int] = _TURNS,
-) -> tuple[Profile, float]:
-    """A profile of these runs and its distance. One of them must have concurrency 1."""
+) -> tuple[Profile, float | None]:
+    """A profile of these runs and its distance (None: nothing to compare). One of them must have concurrency 1."""
     single = [request for run in runs if run.concurrency == 1 for request in run.requests]
     others = [run for run in runs if run.concurrency != 1]
     if not single:
@@ -220,7 +220,7 @@ def fit(
     start = Shared(0.05 * alone.step_ms, 0.1 * alone.first_ms, 0.25 * alone.first_ms, 0.5, 1.0, 0.5 * alone.first_ms, _TURNS[0])
     if not others:
         say("no run with concurrency above 1: the cost of a decoding sequence is a guess (5 % of a step)")
-        return profile_of(alone, start, source), float("nan")
+        return profile_of(alone, start, source), None
     best, least = _search(alone, start, others, limits, seed, evaluations, say, turns)
     return profile_of(alone, best, source), least
 
