@@ -8,6 +8,7 @@ import argparse
 import asyncio
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -31,6 +32,10 @@ DEFECTS = {
     "hidden-error": "hidden_error",
     "deaf": "zombie_tokens",
     "wedge": "wedged",
+    "drift": "gauge_drift",
+    "miscount": "cancel_miscounted",
+    "abort-others": "collateral_abort",
+    "slow-after": "survivor_slowdown",
 }
 """Defect → the finding that it must raise."""
 
@@ -51,6 +56,13 @@ class FakeServer:
     left: int = 0
     harmed: int = 0
     stale: int = 0
+    drifted: int = 0
+    live: dict[str, str] = field(default_factory=dict)
+    """Request id → state, for `/debug/requests`; filled by tests."""
+    debug: bool = False
+    ids: dict[asyncio.StreamWriter, str] = field(default_factory=dict)
+    seen_ids: list[str] = field(default_factory=list)
+    aborted: set[str] = field(default_factory=set)
     identities: list[int] = field(default_factory=list)
     tasks: set["asyncio.Task[None]"] = field(default_factory=set)
 
@@ -77,12 +89,15 @@ class FakeServer:
             head = (await reader.readuntil(b"\r\n\r\n")).decode()
             length = next((int(line[15:]) for line in head.lower().split("\r\n") if line.startswith("content-length:")), 0)
             body = await reader.readexactly(length)
+            found = re.search(r"\r\nx-request-id: (\S+)", head)
+            self.ids[writer] = found[1] if found else "none"
             await self.route(head.split(" ")[1], body, reader, writer)
         except (OSError, asyncio.IncompleteReadError):
             self.left += 1
         except asyncio.CancelledError:
             return  # `stop` ends it; the streams module of Python 3.11 logs a cancelled handler as an error
         finally:
+            self.ids.pop(writer, None)
             writer.close()
 
     async def route(self, path: str, body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -93,6 +108,14 @@ class FakeServer:
         }
         if path == "/metrics" and "no-metrics" in self.defects:
             await answer(writer, 404, "")
+        elif path == "/debug/requests" and self.debug:
+            live = [{"request_id": key, "state": state} for key, state in self.live.items()]
+            await answer(writer, 200, json.dumps({"live": live}))
+        elif path == "/abort_requests":
+            self.aborted |= set(json.loads(body)["request_ids"])
+            await answer(writer, 200, "{}")
+        elif path.startswith("/debug/"):
+            await answer(writer, 404, "{}")
         elif path in plain:
             status = 500 if path == "/metrics" and self.harms("bystander-500") else 200
             await answer(writer, 404 if path == "/metrics" and self.harms("wrong-status-valid-body") else status, plain[path]())
@@ -106,7 +129,9 @@ class FakeServer:
 
     def metrics(self) -> str:
         lines = {
-            'vllm:num_requests_running{engine="0"}': self.running + (self.stale if "stale-gauge" in self.defects else 0),
+            'vllm:num_requests_running{engine="0"}': self.running
+            + self.drifted
+            + (self.stale if "stale-gauge" in self.defects else 0),
             'vllm:num_requests_waiting{engine="0"}': self.waiting,
             'vllm:kv_cache_usage_perc{engine="0"}': self.kv + self.running * 0.01,
             'vllm:generation_tokens_total{engine="0"}': self.generated,
@@ -125,6 +150,7 @@ class FakeServer:
         assert identity is not None
         self.identities.append(identity)
         words = self.words(identity, int(str(ask["max_tokens"])))
+        self.seen_ids.append(self.ids[writer])
         self.running += 1
         self.stale = 0
         itl_s = self.itl_s + self.spread_s * len(self.identities)
@@ -133,7 +159,7 @@ class FakeServer:
         await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
         if working.done() and not working.exception():
             self.running -= 1
-            self.finished += 1
+            self.finished += int(str(ask.get("n", 1)))
         else:
             await self.departed(working)
         gone.cancel()
@@ -144,6 +170,8 @@ class FakeServer:
             await asyncio.gather(working, return_exceptions=True)
         working.cancel()
         self.running -= "leak-slot" not in self.defects
+        self.drifted += "drift" in self.defects
+        self.finished += 2 * ("miscount" in self.defects)
         self.kv += 0.1 * ("leak-kv" in self.defects)
         self.waiting += "leak-queue" in self.defects
         self.stale += 1
@@ -169,15 +197,22 @@ class FakeServer:
         if self.has("hidden-error"):
             chunk(writer, json.dumps({"error": {"message": "engine says no", "code": 500}}))
             words = []
+        request_id = self.ids[writer]
         for at, word in enumerate(words):
-            await asyncio.sleep(itl_s)
+            await asyncio.sleep(itl_s * (20 if self.has("slow-after") else 1))
             self.generated += 1
+            if f"{request_id}-0" in self.aborted or (at == 2 and self.has("abort-others")):
+                chunk(writer, json.dumps({"id": request_id, "choices": [{"index": 0, "text": "", "finish_reason": "abort"}]}))
+                break
             if at == 3 and self.has("cut"):
                 writer.transport.abort()
                 return
             last = at == len(words) - 1
             text = {"delta": {"content": f" {word}"}} if chat else {"text": f" {word}"}
-            chunk(writer, json.dumps({"choices": [{"index": 0, **text, "finish_reason": "length" if last else None}]}))
+            chunk(
+                writer,
+                json.dumps({"id": request_id, "choices": [{"index": 0, **text, "finish_reason": "length" if last else None}]}),
+            )
         if not self.has("no-done"):
             chunk(writer, "[DONE]")
         if not writer.transport.is_closing():

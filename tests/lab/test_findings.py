@@ -28,6 +28,7 @@ PLAN = StormPlan(
 PLANS = {
     "stale-gauge": replace(PLAN, bystander_kinds=(METRICS_BYSTANDER,)),
     "deaf": replace(PLAN, quiet_deadline_ns=10 * S),
+    "slow-after": replace(PLAN, calm=6, survivors=6, survivor=Shape(max_tokens=30)),
     "wedge": replace(PLAN, request_timeout_ns=300 * MS, bystander_kinds=(METRICS_BYSTANDER,), survivors=0),
 }
 

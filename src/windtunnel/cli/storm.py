@@ -11,6 +11,11 @@ if TYPE_CHECKING:
     from windtunnel.lab.record import StormResult
     from windtunnel.lab.target import Target
 
+HOW_HELP = "fin, rst, half-close, stop-reading, timeout-retry, abort-id, kill, or a comma list that victims take in turns"
+WHEN_HELP = "incomplete, sent, queued, prefill, transfer, between-legs, head, tokens:N, end:N, after:50ms, or a comma list"
+
+SET_HELP = "KEY=VALUE of the [storm] table of an experiment file, such as ramp=2s or victim.n=2; may be repeated"
+
 
 def register(app: typer.Typer) -> None:
     app.command("storm")(storm)
@@ -22,9 +27,13 @@ def storm(
     victims: Annotated[int, typer.Option(help="Requests per round whose client leaves")] = 20,
     rounds: Annotated[int, typer.Option(help="How often the victims come")] = 1,
     survivors: Annotated[int, typer.Option(help="Streams beside the victims, per round, that stay to the end")] = 4,
-    how: Annotated[str, typer.Option(help="fin, rst, half-close, or a comma list that victims take in turns")] = "fin",
-    when: Annotated[str, typer.Option(help="incomplete, sent, queued, head, tokens:N or after:50ms")] = "tokens:3",
+    how: Annotated[str, typer.Option(help=HOW_HELP)] = "fin",
+    when: Annotated[str, typer.Option(help=WHEN_HELP)] = "tokens:3",
     hold: Annotated[bool, typer.Option(help="Bring all victims into the state before any leaves")] = False,
+    setting: Annotated[list[str] | None, typer.Option("--set", help=SET_HELP)] = None,
+    server_pid: Annotated[
+        int | None, typer.Option(help="The server's process: its memory, threads, sockets are watched")
+    ] = None,
     api: Annotated[str, typer.Option(help="completions or chat")] = "completions",
     no_stream: Annotated[bool, typer.Option("--no-stream", help="Victims do not stream; use --when after:… or sent")] = False,
     max_tokens: Annotated[int, typer.Option(help="Tokens that each victim asks for")] = 256,
@@ -50,41 +59,46 @@ def storm(
     Exit codes: 0 clean, 1 a finding, 2 usage or environment, 3 inconclusive (interrupted, or no client left).
     """
     from windtunnel.cli.glue import fail, run_stoppable
-    from windtunnel.core.units import parse_duration_ns
-    from windtunnel.lab.experiment_file import Environment
-    from windtunnel.lab.plan import Api, Limits, Shape, StormPlan, check_plan, check_target_allowed, parse_hows, parse_trigger
+    from windtunnel.lab.experiment_file import Environment, storm_plan, with_settings
+    from windtunnel.lab.plan import check_target_allowed
     from windtunnel.lab.storm import describe
     from windtunnel.lab.target import TargetError
 
     try:
-        plan = StormPlan(
-            victims=victims,
-            rounds=rounds,
-            survivors=survivors,
-            how=parse_hows(how),
-            when=parse_trigger(when),
-            hold=hold,
-            victim=Shape(Api(api), prompt_words, max_tokens, not no_stream),
-            survivor=Shape(Api(api), max_tokens=64),
-            bystanders=bystanders,
-            later=later,
-            later_shape=Shape(Api(api)),
-            sample_every_ns=parse_duration_ns(sample_every),
-            quiet_deadline_ns=parse_duration_ns(quiet_deadline),
-            request_timeout_ns=parse_duration_ns(request_timeout),
-            seed=seed,
-            limits=Limits(max_requests, max_concurrency, parse_duration_ns(max_duration)),
-        )
-        check_plan(plan)
+        values = {
+            "victims": victims,
+            "rounds": rounds,
+            "survivors": survivors,
+            "how": [part.strip() for part in how.split(",")],
+            **_moments(when),
+            "hold": hold,
+            "victim": {"api": api, "prompt_words": prompt_words, "max_tokens": max_tokens, "stream": not no_stream},
+            "survivor": {"api": api, "max_tokens": 64},
+            "bystanders": bystanders,
+            "later": later,
+            "later_request": {"api": api},
+            "sample_every": sample_every,
+            "quiet_deadline": quiet_deadline,
+            "request_timeout": request_timeout,
+            "max_requests": max_requests,
+            "max_concurrency": max_concurrency,
+            "max_duration": max_duration,
+        }
+        plan = storm_plan(with_settings(values, setting or []), seed=seed)
         target = _target(url, model, header or [], metrics_url or [], watch or [], dry_run=dry_run)
         if dry_run:
             typer.echo(describe(target, plan))
             return
         check_target_allowed(target.origin.host, owned=owned)
-        result = run_stoppable(lambda stop: _run(target, plan, stop))
+        result = run_stoppable(lambda stop: _run(target, plan, stop, server_pid))
     except (ValueError, TargetError, Environment) as error:
         fail(str(error))
     _show(target, result, as_json=as_json)
+
+
+def _moments(text: str) -> dict[str, Any]:
+    first, *others = (part.strip() for part in text.split(","))
+    return {"when": first, "also": others}
 
 
 def _target(
@@ -107,12 +121,12 @@ def _header(line: str) -> tuple[str, str]:
     return name.strip().lower(), value.strip()
 
 
-async def _run(target: "Target", plan: "StormPlan", stop: Any) -> "StormResult":
+async def _run(target: "Target", plan: "StormPlan", stop: Any, pid: int | None) -> "StormResult":
     from windtunnel.lab.progress import storm_watch
     from windtunnel.lab.storm import run_storm
 
     with storm_watch() as tell:
-        return await run_storm(target, plan, stop=stop, on_event=tell)
+        return await run_storm(target, plan, stop=stop, on_event=tell, pid=pid)
 
 
 def _show(target: "Target", result: "StormResult", *, as_json: bool) -> None:

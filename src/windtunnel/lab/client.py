@@ -160,7 +160,7 @@ async def _due(recorder: "_Recorder", leave: Leave) -> None:
     elif moment is Moment.AFTER:
         await asyncio.sleep(leave.when.after_ns / 1e9)
     elif moment.of_target and leave.wait is not None:
-        recorder.state = await leave.wait(recorder.ask, moment)
+        recorder.target_state = await leave.wait(recorder.ask, moment)
     if leave.gate is not None:
         recorder.at_gate = True
         leave.gate.count_in()
@@ -248,6 +248,8 @@ class _Recorder:
         self.session = session
         self.ask = ask
         self.state = "incomplete"
+        self.target_state: str | None = None
+        """The state that the target was last seen in; words may have come since."""
         self.enough = asyncio.Event()
         self.head_seen = asyncio.Event()
         self.tokens_wanted = 0
@@ -338,7 +340,7 @@ class _Recorder:
         self._due_ns = self.session.now_ns()
 
     def left(self, how: How) -> None:
-        self._left = (self.state, self.session.now_ns(), len(self.words()), how.value)
+        self._left = (self.target_state or self.state, self.session.now_ns(), len(self.words()), how.value)
 
     def words(self) -> tuple[str, ...]:
         return tuple("".join(self._texts).split())

@@ -8,7 +8,9 @@ from enum import Enum
 from typing import Any
 
 import windtunnel
+from windtunnel.lab.connection import How
 from windtunnel.lab.findings import Finding, find, freed_after_ns, zombie_tokens
+from windtunnel.lab.latency import spread
 from windtunnel.lab.plan import Role, StormPlan
 from windtunnel.lab.record import Sample, StormResult, StreamRecord
 
@@ -24,6 +26,8 @@ def storm_document(result: StormResult) -> dict[str, Any]:
         "victims": _victims(result),
         "bystanders": _bystanders(result),
         "survivors": _streams(result.of(Role.SURVIVOR)),
+        "calm": _streams(result.of(Role.CALM)),
+        "retries": _streams(result.of(Role.RETRY)),
         "later_streams": _streams(result.of(Role.LATER)),
         "leaked": _leaked(result),
         "quiet_s": _seconds(result.quiet_ns),
@@ -32,6 +36,9 @@ def storm_document(result: StormResult) -> dict[str, Any]:
         "baseline": {"gauges": dict(result.baseline.gauges)},
         "series": _series(result.samples),
         "counters": _counters(result),
+        "process": _process(result.samples),
+        "direct": asdict(result.direct) if result.direct else None,
+        "drain": _drain(result),
         "phases": [
             {"name": phase.name, "start_s": _seconds(phase.started_ns), "end_s": _seconds(phase.ended_ns)}
             for phase in result.phases
@@ -82,7 +89,41 @@ def _victims(result: StormResult) -> dict[str, Any]:
         "sent": len(victims),
         "left": sum(victim.left_ns is not None for victim in victims),
         "left_in": dict(Counter(victim.left_in for victim in victims if victim.left_in)),
+        "left_by": dict(Counter(victim.left_by for victim in victims if victim.left_by)),
         "by_end": dict(Counter(victim.end.value for victim in victims)),
+        "late_ms_max": _late_ms(victims),
+    }
+
+
+def _late_ms(victims: tuple[StreamRecord, ...]) -> float | None:
+    """The longest time from the state in which a victim leaves to its leaving, stalls apart."""
+    late = [
+        (victim.left_ns - victim.due_ns) / 1e6
+        for victim in victims
+        if victim.left_ns is not None and victim.due_ns is not None and victim.left_by != How.STOP_READING.value
+    ]
+    return round(max(late), 3) if late else None
+
+
+def _process(samples: tuple[Sample, ...]) -> dict[str, dict[str, float]]:
+    """First, last and highest value of each fact of the server's process."""
+    rows = [sample.process for sample in samples if sample.process]
+    return {
+        key: {"first": rows[0][key], "last": rows[-1].get(key, 0.0), "max": max(row.get(key, 0.0) for row in rows)}
+        for key in (rows[0] if rows else ())
+    }
+
+
+def _drain(result: StormResult) -> dict[str, Any] | None:
+    drain = result.drain
+    if drain is None:
+        return None
+    return {
+        "streams": drain.streams,
+        "unended": drain.unended,
+        "by_end": dict(drain.by_end),
+        "exited_s": _seconds(drain.exited_ns),
+        "exited": int(drain.exited_ns is not None),
     }
 
 
@@ -103,6 +144,7 @@ def _streams(streams: tuple[StreamRecord, ...]) -> dict[str, Any]:
         "complete": complete,
         "lost": len(streams) - complete,
         "by_end": dict(Counter(stream.end.value for stream in streams)),
+        **spread(streams)._asdict(),
         "text_faults": dict(Counter(stream.fault.damage.value for stream in streams if stream.fault)),
     }
 

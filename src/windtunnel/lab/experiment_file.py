@@ -7,6 +7,7 @@ these models; pydantic refuses unknown keys and wrong types.
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,6 +19,7 @@ from windtunnel.lab.connection import How
 from windtunnel.lab.plan import (
     COMPLETION_BYSTANDER,
     METRICS_BYSTANDER,
+    Action,
     Api,
     BystanderKind,
     Limits,
@@ -50,6 +52,10 @@ def _trigger(value: object) -> object:
     return parse_trigger(value) if isinstance(value, str) else value
 
 
+def _triggers(value: object) -> object:
+    return tuple(_trigger(one) for one in value) if isinstance(value, list | tuple) else value
+
+
 DurationNs = Annotated[int, BeforeValidator(_duration), Field(ge=0)]
 
 
@@ -62,9 +68,10 @@ class ShapeSection(_Section):
     prompt_words: int = Field(16, ge=1)
     max_tokens: int = Field(16, ge=1)
     stream: bool = True
+    n: int = Field(1, ge=1)
 
     def shape(self) -> Shape:
-        return Shape(self.api, self.prompt_words, self.max_tokens, self.stream)
+        return Shape(self.api, self.prompt_words, self.max_tokens, self.stream, self.n)
 
 
 class BystanderSection(_Section):
@@ -85,6 +92,15 @@ class BystanderSection(_Section):
         return BystanderKind(self.name, self.path, self.request.shape() if self.request else None, self.expect_status)
 
 
+class ActionSection(_Section):
+    """What an operator does while the storm blows."""
+
+    path: str
+    at: Literal["storm", "bystanders", "quiet", "later"] = "storm"
+    after: DurationNs = 0
+    method: Literal["GET", "POST"] = "POST"
+
+
 class StormSection(_Section):
     """The storm plan; durations carry a unit and are multiplied by the time scale, except time-outs and deadlines."""
 
@@ -93,8 +109,16 @@ class StormSection(_Section):
     survivors: int = 0
     how: tuple[How, ...] = (How.FIN,)
     when: Annotated[Trigger, BeforeValidator(_trigger)] = Trigger()
+    also: Annotated[tuple[Trigger, ...], BeforeValidator(_triggers)] = ()
     victim_concurrency: int = 0
     hold: bool = False
+    ramp: DurationNs = 0
+    burst: int = 0
+    burst_gap: DurationNs = 100_000_000
+    soak: DurationNs = 0
+    retries: int = 2
+    stall: DurationNs = 1 * S
+    same_id: bool = False
     victim: ShapeSection = ShapeSection(max_tokens=256)
     survivor: ShapeSection = ShapeSection(max_tokens=64)
     bystanders: int = 40
@@ -104,11 +128,16 @@ class StormSection(_Section):
     later: int = 20
     later_request: ShapeSection = ShapeSection(max_tokens=16)
     later_concurrency: int = 4
+    calm: int = 0
+    known: int = 3
+    drain: int = 0
+    drain_deadline: DurationNs = 10 * S
     quiet_before_later: bool = True
     sample_every: DurationNs = 50_000_000
     quiet_deadline: DurationNs = 10 * S
     observe: DurationNs = 0
     request_timeout: DurationNs = 30 * S
+    actions: tuple[ActionSection, ...] = ()
     oracle: Literal["auto", "on", "off"] = "auto"
     max_requests: int = 2_000
     max_concurrency: int = 256
@@ -124,7 +153,19 @@ class StormSection(_Section):
             rounds=self.rounds,
             survivors=self.survivors,
             how=self.how,
-            when=Trigger(self.when.moment, self.when.count, scaled(self.when.after_ns)),
+            when=replace(self.when, after_ns=scaled(self.when.after_ns)),
+            also=tuple(replace(one, after_ns=scaled(one.after_ns)) for one in self.also),
+            ramp_ns=scaled(self.ramp),
+            burst=self.burst,
+            burst_gap_ns=scaled(self.burst_gap),
+            soak_ns=scaled(self.soak),
+            retries=self.retries,
+            stall_ns=scaled(self.stall),
+            same_id=self.same_id,
+            calm=self.calm,
+            known=self.known,
+            drain=self.drain,
+            drain_deadline_ns=self.drain_deadline,
             victim_concurrency=self.victim_concurrency,
             hold=self.hold,
             victim=self.victim.shape(),
@@ -141,6 +182,7 @@ class StormSection(_Section):
             quiet_deadline_ns=self.quiet_deadline,
             observe_ns=scaled(self.observe),
             request_timeout_ns=self.request_timeout,
+            actions=tuple(Action(one.path, one.at, scaled(one.after), one.method) for one in self.actions),
             oracle=self.oracle,
             seed=seed,
             limits=Limits(self.max_requests, self.max_concurrency, self.max_duration),
@@ -162,6 +204,8 @@ class Arm(_Section):
     headers: dict[str, str] = {}
     metrics_urls: tuple[str, ...] = ()
     watch: tuple[str, ...] = ()
+    storm: dict[str, Any] = {}
+    """What this arm's storm has otherwise than the `[storm]` table; `{ victims = 0 }` makes it an arm without a storm."""
 
     @model_validator(mode="after")
     def _check(self) -> "Arm":
@@ -204,6 +248,8 @@ class Effect(_Section):
     metric: str
     of: str | None = None
     alpha: float = Field(0.05, gt=0, lt=1)
+    margin: float | None = Field(None, gt=0)
+    """Given: the claim is that there is no effect larger than this, instead of that there is one."""
 
 
 class Experiment(_Section):
@@ -223,8 +269,15 @@ class Experiment(_Section):
         twice = {one for one in ids if ids.count(one) > 1}
         if twice:
             raise ValueError(f"predictions: the id {min(twice)!r} is used twice")
-        check_plan(self.storm.plan(seed=0, time_scale=1.0))
+        for name in ("control", "treatment"):
+            check_plan(self.plan(name, seed=0, time_scale=1.0))
         return self
+
+    def plan(self, name: ArmName, *, seed: int, time_scale: float) -> StormPlan:
+        """The storm of one arm."""
+        changes = StormSection.model_validate(self.arm(name).storm)
+        section = self.storm.model_copy(update={key: getattr(changes, key) for key in changes.model_fields_set})
+        return section.plan(seed=seed, time_scale=time_scale)
 
     def arm(self, name: ArmName) -> Arm:
         return self.arms.control if name == "control" else self.arms.treatment
@@ -269,6 +322,35 @@ def _problem(problem: Mapping[str, Any], text: str, source: str) -> str:
     key = ".".join(str(part) for part in where) or "the file"
     message = str(problem["msg"]).removeprefix("Value error, ")
     return f"{source}:{line}: {key}: {message}" if line else f"{source}: {key}: {message}"
+
+
+def storm_plan(values: Mapping[str, Any], *, seed: int) -> StormPlan:
+    """The plan that a `[storm]` table makes. Raises PlanError naming the key."""
+    try:
+        plan = StormSection.model_validate(values).plan(seed=seed, time_scale=1.0)
+    except ValidationError as error:
+        raise PlanError("\n".join(_problem(one, "", "storm") for one in error.errors())) from None
+    check_plan(plan)
+    return plan
+
+
+def with_settings(values: Mapping[str, Any], settings: Sequence[str]) -> dict[str, Any]:
+    """`values` changed by texts such as `ramp=2s` or `victim.n=2`; a value that is not TOML is a text."""
+    out = {key: dict(value) if isinstance(value, dict) else value for key, value in values.items()}
+    for setting in settings:
+        path, equals, text = setting.partition("=")
+        if not equals or not path.strip():
+            raise PlanError(f"--set {setting!r} is not KEY=VALUE")
+        try:
+            value: Any = tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            value = text
+        *tables, key = path.strip().split(".")
+        place: dict[str, Any] = out
+        for table in tables:
+            place = place.setdefault(table, {})
+        place[key] = value
+    return out
 
 
 _TABLE = re.compile(r"^\s*(\[{1,2})\s*([^\]]+?)\s*\]{1,2}")

@@ -103,11 +103,6 @@ def parse_trigger(text: str) -> Trigger:
     )
 
 
-def parse_triggers(text: str) -> tuple[Trigger, ...]:
-    """A comma list of moments that victims take in turns."""
-    return tuple(parse_trigger(part.strip()) for part in text.split(","))
-
-
 def parse_hows(text: str) -> tuple[How, ...]:
     """A comma list of ways of leaving that victims take in turns."""
     try:
@@ -140,6 +135,16 @@ class BystanderKind:
 
 METRICS_BYSTANDER = BystanderKind("metrics", path="/metrics")
 COMPLETION_BYSTANDER = BystanderKind("completion", shape=Shape(max_tokens=8, stream=False))
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """What an operator does meanwhile: a request without a body, so long after each beginning of a phase."""
+
+    path: str
+    at: str = "storm"
+    after_ns: int = 0
+    method: str = "POST"
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +210,7 @@ class StormPlan:
     request_timeout_ns: int = 30 * S
     linger_ns: int = 1 * S
     """How long a half-closed victim still reads."""
+    actions: tuple[Action, ...] = ()
     oracle: str = "auto"
     """`on`, `off`, or `auto`: on when the probe before the storm is answered in the oracle's words."""
     seed: int = 0

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from windtunnel.core.profile import Profile
 from windtunnel.core.units import MS, S
 from windtunnel.serve.failures import FailureConfig
 from windtunnel.serve.kv_config import KvEventsConfig
@@ -18,7 +19,10 @@ class UsageError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class PacingConfig:
-    """How long things take. Durations in nanoseconds; `time_scale` divides all of them."""
+    """How long things take. Durations in nanoseconds; `time_scale` divides all of them.
+
+    A profile goes before a GPU, and a GPU before `model`.
+    """
 
     model: Literal["request", "step"] = "request"
     ttft_ns: int = 0
@@ -30,6 +34,10 @@ class PacingConfig:
     step_base_ns: int = 10 * MS
     step_prefill_token_ns: int = 20_000
     step_decode_seq_ns: int = 100_000
+    gpu: str | None = None
+    gpu_model: str = "llama-3.1-8b"
+    tensor_parallel: int = 1
+    profile: Profile | None = None
     time_scale: float = 1.0
 
 
@@ -120,6 +128,8 @@ class ServeConfig:
     engine: Engine = "vllm"
     host: str = "127.0.0.1"
     port: int = 8000
+    grpc_port: int | None = None
+    """None: no gRPC."""
     served_model_names: tuple[str, ...] = ()
     tokenizer: str | None = None
     lora_modules: tuple[tuple[str, str], ...] = ()
@@ -190,7 +200,9 @@ def as_json(config: Any) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for item in fields(config):
         value = getattr(config, item.name)
-        if hasattr(value, "__dataclass_fields__"):
+        if isinstance(value, Profile):
+            value = value.source
+        elif hasattr(value, "__dataclass_fields__"):
             value = as_json(value)
         elif item.name == "api_keys":
             value = ["***"] * len(value)

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any
 
+from windtunnel.core.physics import GPUS, MODELS
+from windtunnel.core.profile import Profile, from_mapping
 from windtunnel.core.units import parse_duration_ns
 from windtunnel.serve.config import ServeConfig, UsageError
 from windtunnel.serve.config_file import read_config_file
@@ -150,6 +152,23 @@ def _lora_module(item: str) -> tuple[str, str]:
     return name, path
 
 
+def _profile(value: Any) -> Profile:
+    """A file's name, or the content itself (`/admin/config`)."""
+    if isinstance(value, Mapping):
+        return from_mapping(value)
+    name = _text(value)
+    try:
+        with open(name, encoding="utf-8") as file:
+            return from_mapping(json.loads(file.read(_LARGEST_PROFILE)))
+    except OSError as error:
+        raise ValueError(f"{name}: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+_LARGEST_PROFILE = 1 << 20
+
+
 @dataclass(frozen=True, slots=True)
 class Flag:
     """One setting. `target` is the dotted place in ServeConfig; `live` ones can be changed while the server runs."""
@@ -178,6 +197,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag("engine", "engine", _choice("vllm", "sglang"), "which server to simulate"),
     Flag("host", "host", _text, "address to listen on"),
     Flag("port", "port", _integer(0, 65535), "TCP port; 0 picks a free one"),
+    Flag("grpc-port", "grpc_port", _optional(_integer(0, 65535)), "serve gRPC too, on this TCP port; 0 picks a free one"),
     Flag("served-model-name", "served_model_names", _texts, "public model names; the first is used in answers", many=True),
     Flag("tokenizer", "tokenizer", _optional(_text), "folder with tokenizer.json; without it the built-in tokenizer"),
     Flag("lora-modules", "lora_modules", _lora_modules, "adapters as NAME=PATH", many=True),
@@ -269,6 +289,16 @@ FLAGS: tuple[Flag, ...] = (
     Flag("step-base", "pacing.step_base_ns", _duration, "step model: cost of a step", live=True),
     Flag("step-prefill-token", "pacing.step_prefill_token_ns", _duration, "step model: per prefill token", live=True),
     Flag("step-decode-seq", "pacing.step_decode_seq_ns", _duration, "step model: per running sequence", live=True),
+    Flag("gpu", "pacing.gpu", _optional(_choice(*GPUS)), "pace steps by the physics of a GPU (docs/calibration.md)", live=True),
+    Flag("gpu-model", "pacing.gpu_model", _choice(*MODELS), "whose weights and KV cache that GPU reads", live=True),
+    Flag(
+        "tensor-parallel-size",
+        "pacing.tensor_parallel",
+        _integer(1, 64),
+        "GPUs that share a step; counts with --gpu only",
+        live=True,
+    ),
+    Flag("profile", "pacing.profile", _optional(_profile), "file that windtunnel calibrate has written", live=True),
     Flag("time-scale", "pacing.time_scale", _number(0.001, 1000), "divide every simulated duration by this", live=True),
     Flag("mode", "generation.mode", _mode, "what is generated: oracle, echo or sentence", live=True),
     Flag("natural-length", "generation.natural_length", _range, "length of natural answers, as LOW:HIGH tokens", live=True),
@@ -439,7 +469,7 @@ def check(config: ServeConfig) -> ServeConfig:
 
         check_sglang(config)
     else:
-        _check_blocks(config)
+        _check_vllm(config)
     for name in config.faults:
         _check_fault(name)
     try:
@@ -451,13 +481,19 @@ def check(config: ServeConfig) -> ServeConfig:
     return config
 
 
-def _check_blocks(config: ServeConfig) -> None:
+def _check_vllm(config: ServeConfig) -> None:
     scheduler = config.scheduler
     needed = -(-scheduler.max_model_len // scheduler.block_size) + 1
     if scheduler.num_gpu_blocks < needed:
         raise UsageError(
             f"--num-gpu-blocks-override {scheduler.num_gpu_blocks} is too small: one request of --max-model-len "
             f"{scheduler.max_model_len} needs {needed} blocks of {scheduler.block_size} tokens"
+        )
+    pacing = config.pacing
+    if pacing.gpu is not None and MODELS[pacing.gpu_model].heads % pacing.tensor_parallel:
+        heads = MODELS[pacing.gpu_model].heads
+        raise UsageError(
+            f"--tensor-parallel-size {pacing.tensor_parallel} does not divide the {heads} heads of {pacing.gpu_model}"
         )
 
 

@@ -7,6 +7,7 @@ import random
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from windtunnel.core.kv.hashing import BlockHasher
 from windtunnel.core.pacing import Pacing
 from windtunnel.core.tokenizer import Tokenizer
 from windtunnel.serve.asgi import Endpoint
@@ -33,6 +34,10 @@ class Flavour(Protocol):
         ...
 
     def dead(self, engine: Any) -> bool: ...
+
+    def hasher(self, engine: Any) -> BlockHasher | None:
+        """What hashes the blocks of a long prompt beforehand, where the engine takes such hashes."""
+        ...
 
     def metrics(self, config: ServeConfig, engine_config: Any) -> Any: ...
 

@@ -5,7 +5,7 @@ The handler owns the request and the response until the head is sent. After that
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,7 @@ from windtunnel.serve.http11 import LINE, ClientLine
 from windtunnel.serve.jobs import Job
 from windtunnel.serve.orca import ASKED as ORCA
 from windtunnel.serve.orca import Header, load_header
+from windtunnel.serve.planning import OFF_LOOP_BYTES, prepare
 from windtunnel.serve.seams import Abort, WriteFailed
 from windtunnel.serve.streams import Answer, CollectedAnswer, StreamedAnswer
 from windtunnel.wire.family import Family, Generation, Usage, WireError
@@ -63,8 +64,17 @@ class GenerateRoute:
     async def _plan(self, scope: Scope, receive: Receive) -> Generation:
         body = await self._server.body(receive)
         self._server.inject_failure(header_of(scope, RETURN_ERROR))
-        generation = self._family.plan(body, headers_of(scope), self._server.env)
+        generation = await self._server.planner.run(len(body), partial(self._read, body, headers_of(scope)))
         return self._server.recorded.attach(generation, body) if self._server.recorded else generation
+
+    def _read(self, body: bytes, headers: Mapping[str, str]) -> Generation:
+        """Runs on another thread for a large body, and then does everything that is long for a long prompt."""
+        server = self._server
+        generation = self._family.plan(body, headers, server.env)
+        if len(body) < OFF_LOOP_BYTES:
+            return generation
+        hasher = server.flavour.hasher(server.engine) if server.config.scheduler.enable_prefix_caching else None
+        return prepare(generation, hasher, server.sources.identity)
 
     async def _collect(self, generation: Generation, arrival_ns: int, scope: Scope, send: Send) -> None:
         line: ClientLine = scope[LINE]

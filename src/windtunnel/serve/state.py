@@ -17,13 +17,14 @@ from windtunnel.serve import asgi, failures
 from windtunnel.serve.clock import now_ns
 from windtunnel.serve.config import ServeConfig, UsageError, as_json
 from windtunnel.serve.driver import EngineDriver, StepObserver
-from windtunnel.serve.engines import make_pacing, with_hash_seed
+from windtunnel.serve.engines import arrival_delay_ns, make_pacing, with_hash_seed
 from windtunnel.serve.flags import live_changes
 from windtunnel.serve.flavour import Flavour, flavour_of
 from windtunnel.serve.http11 import Cork
 from windtunnel.serve.jobs import Jobs
 from windtunnel.serve.keepalive import keep_alive
 from windtunnel.serve.operator import OperatorState
+from windtunnel.serve.planning import Planner
 from windtunnel.serve.ranks import Balancer, Ranks
 from windtunnel.serve.seams import Seams, load
 from windtunnel.serve.sources import SourceMaker
@@ -56,6 +57,7 @@ class Server:
         self.operator = OperatorState(len(config.lora_modules))
         self._ready_ns = now_ns() + config.startup_ns
         self.seams: Seams = load(config.faults)
+        self.planner = Planner(loop)
         self._chances = [random.Random(config.seed + rank * _SEED_STRIDE) for rank in range(config.data_parallel_size)]
         self._failing = random.Random(config.seed + 1)
         self._ids = random.Random()
@@ -67,13 +69,22 @@ class Server:
             self.seams.engine(self.flavour.engine(self._engine_config(config), make_pacing(config.pacing, chance), chance))
             for chance in self._chances
         )
+        self._pacing = make_pacing(config.pacing, self._chances[0])
         self.history = RequestHistory(config.limits.history)
         self.metrics: Any = self.flavour.metrics(config, self.engine.config)
         self.publishers = open_publishers(config, loop)
         self.driver = self._make_ranks()
         self.sources = SourceMaker(config.generation, self.tokenizer)
         self.recorded = load_recorded(config, self.tokenizer)
-        self.jobs = Jobs(self.driver, self.metrics, self.tokenizer, self._make_source, self._suffix, config.limits.open_answers)
+        self.jobs = Jobs(
+            self.driver,
+            self.metrics,
+            self.tokenizer,
+            self._make_source,
+            self._suffix,
+            config.limits.open_answers,
+            self._arrival_delay_ns,
+        )
 
     def new_id(self) -> str:
         """16 hex digits. Not seeded: two servers must not give the same ids."""
@@ -113,11 +124,6 @@ class Server:
         except asgi.BodyTimeout:
             raise WireError("The request body did not arrive in time.", 408, "RequestTimeout") from None
 
-    def observe(self, observer: StepObserver) -> None:
-        """Have every step of every rank seen by one more observer."""
-        for driver in self.driver.drivers:
-            driver.observe(observer)
-
     def inject_failure(self, asked: str | None) -> None:
         """Raises WireError for a request that is to fail on purpose."""
         if asked is not None:
@@ -132,6 +138,7 @@ class Server:
         config = live_changes(self.config, changes)
         for engine, chance in zip(self.engines, self._chances, strict=True):
             engine.reconfigure(self._engine_config(config), make_pacing(config.pacing, chance), now_ns=now_ns())
+        self._pacing = make_pacing(config.pacing, self._chances[0])
         self.sources = SourceMaker(config.generation, self.tokenizer)
         self.config = config
         self.driver.wake()
@@ -142,6 +149,7 @@ class Server:
 
     def close(self) -> None:
         self.driver.close()
+        self.planner.close()
         for publisher in self.publishers:
             publisher.close()
 
@@ -157,6 +165,9 @@ class Server:
 
     def _engine_config(self, config: ServeConfig) -> Any:
         return self.seams.engine_config(self.flavour.engine_config(config, self.tokenizer))
+
+    def _arrival_delay_ns(self, prompt_tokens: int) -> int:
+        return arrival_delay_ns(self._pacing, prompt_tokens)
 
     def _make_source(self, *args: Any) -> Any:
         return self.sources(*args)

@@ -6,6 +6,7 @@ from typing import Any
 
 from starlette.middleware.cors import CORSMiddleware
 
+from windtunnel.core.kv.hashing import BlockHasher
 from windtunnel.core.pacing import Pacing
 from windtunnel.core.tokenizer import Tokenizer
 from windtunnel.core.vllm.config import VllmEngineConfig
@@ -34,6 +35,9 @@ class VllmFlavour:
 
     def dead(self, engine: VllmEngine) -> bool:
         return engine.control.death is not None
+
+    def hasher(self, engine: VllmEngine) -> BlockHasher:
+        return engine.hasher
 
     def metrics(self, config: ServeConfig, engine_config: VllmEngineConfig) -> VllmMetrics:
         return make_metrics(config, engine_config)

@@ -119,6 +119,10 @@ class PromptPlan:
 
     token_ids: tuple[int, ...]
     text: str | None
+    block_hashes: Sequence[bytes] = ()
+    """Of its full KV blocks, made beforehand for a long prompt (`EngineRequest.prompt_hashes`)."""
+    identity: int | None = None
+    """The oracle's identity of the prompt, made beforehand for a long one."""
 
 
 @dataclass(frozen=True, slots=True)

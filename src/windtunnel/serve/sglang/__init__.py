@@ -1,1 +1,1 @@
-"""What of the server is SGLang's: flags, routes, how a client's leaving is noticed, health (SGLang reference §5, §7)."""
+"""The live SGLang server, unified and disaggregated."""

@@ -42,6 +42,9 @@ class SglangFlavour:
     def dead(self, engine: SglangLoop) -> bool:
         return engine.dead is not None
 
+    def hasher(self, engine: SglangLoop) -> None:
+        """The radix cache compares tokens."""
+
     def metrics(self, config: ServeConfig, engine_config: SglangEngineConfig) -> SglangMetrics:
         settings = config.sglang
         return SglangMetrics(

@@ -1,10 +1,10 @@
 """`/health` and `/health_generate`: a one-token request through the scheduler, and whether anything came back (SGLang reference §7.6)."""
 
 import asyncio
+from typing import Any
 
 from windtunnel.core.outputs import StepOutput, TokenOutput
 from windtunnel.core.request import EngineRequest
-from windtunnel.core.sglang.loop import SglangLoop
 from windtunnel.core.sources import SequenceSource
 from windtunnel.core.units import S
 from windtunnel.serve.clock import now_ns
@@ -50,7 +50,7 @@ async def probe(server: Server, beats: Heartbeat) -> bool:
     return False
 
 
-def _busy(engine: SglangLoop) -> bool:
+def _busy(engine: Any) -> bool:
     """A batch runs or somebody waits: the probe is not run, the next batch is the acknowledgement."""
     return engine.batch is not None or bool(engine.scheduler.waiting) or bool(engine.scheduler.running)
 

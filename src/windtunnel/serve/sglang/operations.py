@@ -1,6 +1,7 @@
 """The routes of an SGLang server that generate nothing (SGLang reference §7.1, §7.3, §7.5, §7.6). One table."""
 
 import asyncio
+import contextlib
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -10,16 +11,17 @@ from windtunnel.serve.asgi import JSON, send_bytes
 from windtunnel.serve.clock import now_ns
 from windtunnel.serve.config import as_json
 from windtunnel.serve.operations import debug
-from windtunnel.serve.operations.endpoint import Call, Handler, Reply, Row, Rule, Simple, get, json_reply, post
+from windtunnel.serve.operations.endpoint import Call, Handler, Reply, Row, Rule, Simple, get, json_reply, post, post_text
 from windtunnel.serve.operations.pages import MetricsPage
 from windtunnel.serve.sglang import loads
 from windtunnel.serve.sglang.generate import SglangRoute
 from windtunnel.serve.sglang.health import Heartbeat, probe
 from windtunnel.serve.state import Server
 from windtunnel.wire.family import WireError
-from windtunnel.wire.http import parse_json
+from windtunnel.wire.http import dumps, parse_json
 from windtunnel.wire.sglang import chat, errors, native
 from windtunnel.wire.vllm import messages as anthropic
+from windtunnel.wire.vllm.chat import render
 from windtunnel.wire.vllm.prompts import check_vocabulary
 
 SHOWN_ARGUMENTS = 64
@@ -207,15 +209,19 @@ def _continue(server: Server, _call: Call) -> Reply:
 async def _flush_cache(server: Server, call: Call) -> Reply:
     """Refused with a 400 while anything is live; `?timeout=` waits so many seconds for idleness."""
     wait_s = min(float(call.query.get("timeout", "0")), _LONGEST_WAIT_S)
-    deadline_ns = now_ns() + round(wait_s * 1e9)
-    while any(engine.sequences for engine in server.engines) and now_ns() < deadline_ns:
-        await asyncio.sleep(0.01)
+    if wait_s:
+        await _idle(server, wait_s)
     done = [engine.flush_cache(now_ns()) for engine in server.engines]
     server.driver.wake()
     if not all(done):
         return Reply(b"Failed to flush cache: requests are running or waiting.\n", 400, b"text/plain; charset=utf-8")
     text = b"Cache flushed.\nPlease check backend logs for more details. (When there are running or waiting requests, the "
     return Reply(text + b"operation will not be performed.)\n", 200, b"text/plain; charset=utf-8")
+
+
+async def _idle(server: Server, limit_s: float) -> None:
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(server.jobs.idle(), limit_s)
 
 
 def _set_internal_state(server: Server, state: Sglang, call: Call) -> Reply:
@@ -328,7 +334,7 @@ def _tokenize(server: Server, call: Call) -> Reply:
     env = server.env
     if isinstance(asked.get("messages"), list):
         request = errors.validated(chat.ChatRequest.model_validate, asked)
-        _conversation, planned = chat.openai_chat.render(request.messages, request, env)
+        _conversation, planned = render(request.messages, request, env)
         tokens: Any = list(planned.token_ids)
     elif isinstance(given, str):
         tokens = env.tokenizer.encode(given, add_special_tokens=special)
@@ -356,7 +362,7 @@ def _detokenize(server: Server, call: Call) -> Reply:
 
 def _count_tokens(server: Server, call: Call) -> Reply:
     asked = _object(call)
-    body = errors.http.dumps(asked | {"model": server.env.served_models[0]})
+    body = dumps(asked | {"model": server.env.served_models[0]})
     status, answer = anthropic.count_tokens(body, call.headers, server.env)
     return Reply(answer, status, JSON)
 
@@ -437,8 +443,8 @@ def _rules(state: Sglang) -> tuple[Rule, ...]:
         get("/get_load", loads.get_load),
         get("/get_loads", loads.get_load),
         get("/v1/models", _models),
-        *(post(path, _tokenize) for path in ("/tokenize", "/v1/tokenize")),
-        *(post(path, _detokenize) for path in ("/detokenize", "/v1/detokenize")),
+        *(post_text(path, _tokenize) for path in ("/tokenize", "/v1/tokenize")),
+        *(post_text(path, _detokenize) for path in ("/detokenize", "/v1/detokenize")),
         post("/v1/messages/count_tokens", _count_tokens),
         Rule("/open_session", _ANY, open_session),
         Rule("/close_session", _ANY, close_session),
@@ -454,10 +460,10 @@ async def _health(server: Server, state: Sglang) -> Reply:
 def table(server: Server) -> list[Row]:
     """All rows of an SGLang server with this configuration."""
     state = Sglang()
-    server.observe(state.heartbeat)
+    server.driver.observe(state.heartbeat)
     rules = (*_rules(state), *_admin_rules(state), *debug.ALWAYS)
     rows: list[Row] = [
-        (rule.path, rule.methods, FlatSimple(server, rule.handle, reads_body=bool({"POST", "PUT"} & set(rule.methods))))
+        (rule.path, rule.methods, FlatSimple(server, rule))
         for rule in rules
     ]
     rows.append(("/v1/models/{model:path}", ["GET"], ModelRoute(server)))

@@ -1,4 +1,4 @@
-"""What all SGLang request bodies share: ids, adapters, data-parallel rank, bootstrap fields, sampling (SGLang reference §7.2, §7.4)."""
+"""What all SGLang request bodies share: ids, adapters, rank, bootstrap fields, sampling (SGLang reference §7.2, §7.4)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -49,7 +49,9 @@ class Routing:
     session_id: str | None
 
 
-def routing(request: RoutingFields, headers: Mapping[str, str], count: int, env: SglangEnv, model: str | None = None) -> Routing:
+def routing(
+    request: RoutingFields, headers: Mapping[str, str], count: int, env: SglangEnv, model: str | None = None
+) -> Routing:
     """Raises the 400 for what does not fit the batch or the server."""
     session = request.session_params if isinstance(request.session_params, dict) else {}
     return Routing(
@@ -84,7 +86,7 @@ def _rids(given: str | list[str] | None, count: int, env: SglangEnv) -> tuple[st
 
 def _lora(path: str | list[str | None] | None, model: str | None, env: SglangEnv) -> Lora | None:
     """`lora_path` names a loaded adapter; so does `base:adapter` as the model."""
-    name = _first(path)
+    name = path[0] if isinstance(path, list) else path
     if name is None and model and model not in env.served_models and ":" in model:
         name = model.partition(":")[2]
     if not name:
@@ -111,9 +113,11 @@ def _bootstrap(request: RoutingFields, count: int) -> tuple[Bootstrap, ...] | No
         return None
     room = request.bootstrap_room
     rooms = room if isinstance(room, list) else [room + index for index in range(count)]
+    if len(rooms) != count:
+        raise WireError(f"bootstrap_room has {len(rooms)} entries: a batch of {count} needs as many")
     hosts = _spread("bootstrap_host", request.bootstrap_host, count)
     ports = _spread("bootstrap_port", request.bootstrap_port, count)
-    return tuple(zip(hosts, ports, _spread("bootstrap_room", rooms, count), strict=True))
+    return tuple(zip(hosts, ports, rooms, strict=True))
 
 
 def _spread(name: str, value: T | list[T], count: int) -> list[T]:

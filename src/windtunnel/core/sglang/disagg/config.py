@@ -88,7 +88,7 @@ _AT_LEAST: Mapping[str, int] = MappingProxyType(
         "deferred_release_timeout_ns": 0,
         "topology_interval_ns": 1,
         "dp_query_interval_ns": 1,
-        "heartbeat_interval_ns": 2 * S,
+        "heartbeat_interval_ns": 1,
         "heartbeat_max_failure": 1,
         "num_reserved_decode_tokens": 0,
         "promote_gap_ns": 0,

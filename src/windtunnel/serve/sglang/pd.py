@@ -1,0 +1,199 @@
+"""The P/D side of one live server: sockets, then the worker, then the transport and, on a prefill, the bootstrap server."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Generator
+from random import Random
+from typing import Any
+
+import uvicorn
+
+from windtunnel.core.pacing import Pacing
+from windtunnel.core.sglang.config import SglangEngineConfig
+from windtunnel.core.sglang.disagg.config import DisaggConfig
+from windtunnel.core.sglang.disagg.decode import DecodeWorker
+from windtunnel.core.sglang.disagg.prefill import PrefillWorker
+from windtunnel.core.sglang.policy import Chance
+from windtunnel.core.transfer.backends import OK, Fate, SimBackend, TransferBackend, Write
+from windtunnel.serve.driver import EngineDriver
+from windtunnel.serve.sglang.bootstrap import Bootstrap, build
+from windtunnel.serve.sglang.settings import HEARTBEAT_LEAST_NS, DisaggSettings, core_config
+from windtunnel.serve.sglang.sockets import RankSockets
+from windtunnel.serve.sglang.transport import DecodeTransport, PrefillTransport, TransportConfig
+from windtunnel.wire.sglang.bootstrap import RouteRegistration
+
+log = logging.getLogger("windtunnel.serve")
+
+Plain = Callable[[Any], Any]
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+class Disaggregation:
+    """One P/D worker with its connections. Owned by its server; `attach`, `start`, and `close` in the end."""
+
+    def __init__(
+        self,
+        settings: DisaggSettings,
+        engine: SglangEngineConfig,
+        pacing: Pacing,
+        chance: Chance,
+        *,
+        host: str = "127.0.0.1",
+        tp_size: int = 1,
+        time_scale: float = 1.0,
+        seed: int = 0,
+        change_config: Plain = _as_it_is,
+        change_backend: Plain = _as_it_is,
+    ) -> None:
+        """`change_config` and `change_backend` are the seams for planted defects. Raises ValueError for bad settings."""
+        self.settings = settings
+        self.host = host
+        self.time_scale = time_scale
+        self.sockets = RankSockets(host, tp_size, settings.listen_sockets if settings.mode == "decode" else 1)
+        self.disagg: DisaggConfig = change_config(core_config(settings, self.sockets.endpoints, 0, time_scale))
+        self._page_size = engine.page_size
+        self._fates = Random(seed)
+        self.bootstrap: Bootstrap | None = None
+        self.bootstrap_port = settings.bootstrap_port
+        self._server: _Quiet | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self.worker: PrefillWorker | DecodeWorker
+        if settings.mode == "prefill":
+            self.worker = PrefillWorker(engine, self.disagg, pacing, chance, lambda _: change_backend(self._backend()))
+        else:
+            self.worker = DecodeWorker(engine, self.disagg, pacing, chance)
+        self.transport: PrefillTransport | DecodeTransport
+
+    def _backend(self) -> TransferBackend:
+        settings, scale = self.settings, self.time_scale
+        return SimBackend(
+            bandwidth_gb_s=settings.bandwidth_gb_s * scale,
+            latency_ns=round(settings.transfer_latency_ns / scale),
+            dead_peer_ns=round(settings.dead_peer_ns / scale),
+            fate=self._fate,
+        )
+
+    def _fate(self, _write: Write) -> Fate:
+        drawn = self._fates.random() if self.settings.fates else 1.0
+        for kind, share in self.settings.fates:
+            if drawn < share:
+                return Fate(kind)
+            drawn -= share
+        return OK
+
+    # Life
+
+    def attach(self, driver: EngineDriver) -> None:
+        """From now on the driver's turns send what the worker has to say."""
+        settings = self.settings
+        config = TransportConfig(
+            time_scale=self.time_scale,
+            zmq_send_timeout_ns=settings.zmq_send_timeout_ns,
+            heartbeat_interval_ns=max(HEARTBEAT_LEAST_NS, settings.heartbeat_interval_ns),
+        )
+        if isinstance(self.worker, PrefillWorker):
+            self.transport = PrefillTransport(self.worker, self.sockets, config, driver.wake)
+        else:
+            self.transport = DecodeTransport(self.worker, self.sockets, config, driver.wake)
+        self._driver = driver
+
+    async def start(self, http_port: int | None = None) -> None:
+        """Listen; a prefill starts its bootstrap server and registers its ranks. Raises NoAnswer, OSError."""
+        await self.transport.start()
+        self._driver.after_turn = self.transport.pump
+        if isinstance(self.transport, PrefillTransport):
+            await self._serve_bootstrap()
+            url = f"http://{self.host}:{self.bootstrap_port}"
+            await self.transport.register(url, self._registrations(http_port))
+            log.info("bootstrap server: %s", url)
+        self._driver.wake()
+
+    async def close(self) -> None:
+        self._driver.after_turn = _nothing
+        await self.transport.close()
+        if self._server is not None and self._serving is not None:
+            self._server.should_exit = self._server.force_exit = True
+            await self._serving
+
+    async def _serve_bootstrap(self) -> None:
+        self.bootstrap = Bootstrap(round(self.settings.entry_cleanup_ns / self.time_scale))
+        self._server = _Quiet(
+            uvicorn.Config(
+                build(self.bootstrap),
+                host=self.host,
+                port=self.settings.bootstrap_port,
+                ws="none",
+                lifespan="off",
+                proxy_headers=False,
+                access_log=False,
+                log_config=None,
+            )
+        )
+        self._serving = asyncio.ensure_future(self._server.serve())
+        while not self._server.started:
+            if self._serving.done():
+                raise OSError(f"the bootstrap port {self.settings.bootstrap_port} cannot be opened on {self.host}")
+            await asyncio.sleep(0.005)
+        self.bootstrap_port = self._server.servers[0].sockets[0].getsockname()[1]
+
+    def _registrations(self, http_port: int | None) -> list[RouteRegistration]:
+        size = len(self.sockets.endpoints)
+        return [
+            RouteRegistration(
+                attn_tp_size=size,
+                attn_tp_rank=rank,
+                rank_ip=self.host,
+                rank_port=int(endpoint.rpartition(":")[2]),
+                page_size=self._page_size,
+                load_balance_method=self.settings.load_balance_method,
+                prefill_http_port=http_port,
+            )
+            for rank, endpoint in enumerate(self.sockets.endpoints)
+        ]
+
+    # Looking in
+
+    def debug(self) -> dict[str, Any]:
+        """What is held by anybody or by nobody (reference §11.1)."""
+        worker = self.worker
+        seen: dict[str, Any] = {
+            "mode": self.settings.mode,
+            "profile": worker.profile.version,
+            "status_rule": worker.profile.status_rule,
+            "outstanding": worker.outstanding(),
+            "counters": [dict(worker.counters(rank)) for rank in range(self.disagg.tp_size)],
+            "malformed_messages": self.transport.malformed,
+            "queue_gauges": dict(worker.queue_gauges()),
+        }
+        if isinstance(worker, PrefillWorker):
+            seen["transfer_workers"] = [self._workers(rank) for rank in range(self.disagg.tp_size)]
+        return seen
+
+    def _workers(self, rank: int) -> list[dict[str, Any]]:
+        assert isinstance(self.worker, PrefillWorker)
+        return [
+            {"room": one.chunk.room if one.chunk else None, "action": one.action.value, "queued": len(one.queue)}
+            for one in self.worker.ranks[rank].workers
+        ]
+
+
+def _nothing() -> None:
+    """What a driver calls when there is no transport."""
+
+
+class _Quiet(uvicorn.Server):
+    """A server beside the main one: signals are not its business."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+    async def startup(self, sockets: Any = None) -> None:
+        try:
+            await super().startup(sockets)
+        except SystemExit:
+            self.should_exit = True

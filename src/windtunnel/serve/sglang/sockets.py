@@ -1,0 +1,147 @@
+"""The ZMQ sockets of one P/D worker: PULL on an ephemeral port for each rank, PUSH to each peer (SGLang reference §4.1).
+
+A rank may listen on several sockets (`listen_sockets`): they stand for so many decode ranks, whose rooms spread over a
+prefill's transfer queues (a room's queue is the sum of its destination ports, modulo the number of queues).
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import parse_monitor_message
+
+log = logging.getLogger("windtunnel.serve")
+
+SEND_QUEUE_LIMIT = 4096
+RECEIVE_QUEUE_LIMIT = 4096
+PEERS_LIMIT = 4096
+_BIND_TRIES = 2000
+PORT_MODULUS = 32
+"""Ports of a rank's sockets differ modulo this and are never divisible by it."""
+
+
+class RankSockets:
+    """The listening side. Bound when made, so that the ports are known before the engine is."""
+
+    def __init__(self, host: str, ranks: int, listen_sockets: int = 1) -> None:
+        """Raises ValueError for more sockets than there are residues."""
+        if not 1 <= listen_sockets < PORT_MODULUS:
+            raise ValueError(f"listen_sockets is {listen_sockets}: must be between 1 and {PORT_MODULUS - 1}")
+        self.context = zmq.asyncio.Context()
+        self.host = host
+        self.sockets = [self._bind(listen_sockets) for _ in range(ranks)]
+
+    def _bind(self, count: int) -> list[tuple[zmq.asyncio.Socket, int]]:
+        """Sockets whose ports differ modulo `PORT_MODULUS`, none divisible by it."""
+        found: dict[int, tuple[zmq.asyncio.Socket, int]] = {}
+        for _ in range(_BIND_TRIES):
+            if len(found) == count:
+                break
+            socket = self.context.socket(zmq.PULL)
+            socket.setsockopt(zmq.RCVHWM, RECEIVE_QUEUE_LIMIT)
+            socket.setsockopt(zmq.LINGER, 0)
+            port = int(socket.bind_to_random_port(f"tcp://{self.host}"))
+            if port % PORT_MODULUS and port % PORT_MODULUS not in found:
+                found[port % PORT_MODULUS] = (socket, port)
+            else:
+                socket.close()
+        if len(found) < count:
+            raise OSError(f"no {count} free ports with different residues on {self.host}")
+        return list(found.values())
+
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        """ip:port of each rank."""
+        return tuple(f"{self.host}:{sockets[0][1]}" for sockets in self.sockets)
+
+    def endpoint(self, rank: int, room: int) -> str:
+        """The socket of a rank that serves a room."""
+        sockets = self.sockets[rank]
+        return f"{self.host}:{sockets[room % len(sockets)][1]}"
+
+    def close(self) -> None:
+        for sockets in self.sockets:
+            for socket, _port in sockets:
+                socket.close()
+        self.context.destroy(linger=0)
+
+
+class Peer:
+    """The way to one rank of the other side: a bounded queue and the task that empties it, in order."""
+
+    def __init__(self, context: zmq.asyncio.Context, endpoint: str, timeout_s: float, on_lost: Callable[[bool], None]) -> None:
+        """`on_lost(True)` when the connection ends, `on_lost(False)` when there is one again."""
+        self.endpoint = endpoint
+        self._timeout_s = timeout_s
+        self._on_lost = on_lost
+        self._socket = context.socket(zmq.PUSH)
+        self._socket.setsockopt(zmq.SNDHWM, SEND_QUEUE_LIMIT)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED)
+        self._queue: asyncio.Queue[tuple[float, list[bytes], Callable[[], None]]] = asyncio.Queue(SEND_QUEUE_LIMIT)
+        self._socket.connect(f"tcp://{endpoint}")
+        self._tasks = [asyncio.ensure_future(self._run()), asyncio.ensure_future(self._watch())]
+
+    def send(self, parts: Sequence[bytes], failed: Callable[[], None]) -> None:
+        """`failed` is called instead when the message cannot be handed over in time."""
+        deadline = asyncio.get_running_loop().time() + self._timeout_s
+        try:
+            self._queue.put_nowait((deadline, list(parts), failed))
+        except asyncio.QueueFull:
+            failed()
+
+    async def _run(self) -> None:
+        while True:
+            deadline, parts, failed = await self._queue.get()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await self._socket.send_multipart(parts)
+            except (TimeoutError, zmq.ZMQError):
+                failed()
+
+    async def _watch(self) -> None:
+        while True:
+            event = parse_monitor_message(await self._monitor.recv_multipart())["event"]
+            self._on_lost(event == zmq.EVENT_DISCONNECTED)
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        for task in self._tasks:
+            with suppress(asyncio.CancelledError):
+                await task
+        self._socket.disable_monitor()
+        self._monitor.close()
+        self._socket.close(linger=0)
+
+
+class Peers:
+    """All peers of one rank's side, by endpoint."""
+
+    def __init__(self, context: zmq.asyncio.Context, timeout_s: float, on_lost: Callable[[str, bool], None]) -> None:
+        self._context = context
+        self._timeout_s = timeout_s
+        self._on_lost = on_lost
+        self._peers: dict[str, Peer] = {}
+
+    def __contains__(self, endpoint: str) -> bool:
+        return endpoint in self._peers
+
+    def get(self, endpoint: str) -> Peer | None:
+        """The peer, connected on first use; None when there are too many already."""
+        peer = self._peers.get(endpoint)
+        if peer is None and len(self._peers) < PEERS_LIMIT:
+            peer = Peer(self._context, endpoint, self._timeout_s, lambda lost: self._on_lost(endpoint, lost))
+            self._peers[endpoint] = peer
+        elif peer is None:
+            log.warning("%d peers are connected already: %s is left out", PEERS_LIMIT, endpoint)
+        return peer
+
+    async def close(self) -> None:
+        for peer in self._peers.values():
+            await peer.close()
+        self._peers.clear()

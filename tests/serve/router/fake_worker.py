@@ -1,0 +1,90 @@
+"""A worker that answers as it is told and remembers what it got, behind a real socket."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import uvicorn
+
+from windtunnel.serve.asgi import read_body, send_bytes
+from windtunnel.serve.router.app import RouterApp
+from windtunnel.serve.router.config import RouterConfig
+from windtunnel.serve.router.server import uvicorn_config
+from windtunnel.serve.sglang.pd import _Quiet
+
+PATIENCE_S = 20
+
+
+class FakeWorker:
+    def __init__(self, status: int = 200) -> None:
+        self.status = status
+        self.url = ""
+        self.bodies: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self.gone = 0
+        self.go = asyncio.Event()
+        """Answers wait for it."""
+        self.go.set()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        raw = await read_body(receive, 1 << 20, 5)
+        body = json.loads(raw) if raw else {}
+        self.bodies.append(body)
+        self.headers.append({name.decode(): value.decode() for name, value in scope["headers"]})
+        if not await self._may_go(receive):
+            self.gone += 1
+            return
+        if body.get("stream"):
+            await self._stream(send)
+        else:
+            await send_bytes(send, self.status, json.dumps({"from": self.url, "path": scope["path"]}).encode())
+
+    async def _may_go(self, receive: Any) -> bool:
+        """False: the client has left first."""
+        going, leaving = asyncio.ensure_future(self.go.wait()), asyncio.ensure_future(receive())
+        await asyncio.wait({going, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        going.cancel()
+        leaving.cancel()
+        return self.go.is_set()
+
+    async def _stream(self, send: Any) -> None:
+        await send({"type": "http.response.start", "status": self.status, "headers": []})
+        for number in range(3):
+            await send({"type": "http.response.body", "body": b"data: %d\n\n" % number, "more_body": True})
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+
+
+@contextlib.asynccontextmanager
+async def serving(app: Any) -> AsyncIterator[str]:
+    """The base URL of an ASGI application behind a free port."""
+    config = app if isinstance(app, uvicorn.Config) else uvicorn.Config(app, port=0, lifespan="off", log_config=None)
+    server = _Quiet(config)
+    task = asyncio.ensure_future(server.serve())
+    async with asyncio.timeout(PATIENCE_S):
+        while not server.started:
+            await asyncio.sleep(0)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = server.force_exit = True
+        await task
+
+
+@contextlib.asynccontextmanager
+async def workers(*statuses: int) -> AsyncIterator[list[FakeWorker]]:
+    async with contextlib.AsyncExitStack() as stack:
+        made = [FakeWorker(status) for status in statuses]
+        for worker in made:
+            worker.url = await stack.enter_async_context(serving(worker))
+        yield made
+
+
+@contextlib.asynccontextmanager
+async def router(**fields: Any) -> AsyncIterator[str]:
+    config = RouterConfig(port=0, **fields)
+    app = RouterApp(config)
+    async with serving(uvicorn_config(config, app)) as url:
+        yield url
+    await app.close()
