@@ -5,7 +5,6 @@ from windtunnel.core.tokenizer import Tokenizer
 from windtunnel.core.units import S
 from windtunnel.serve.config import ServeConfig
 
-
 _IDLE_REPORT_NS = 30 * S
 
 

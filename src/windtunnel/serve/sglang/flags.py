@@ -42,14 +42,14 @@ OWN_FLAGS: tuple[Flag, ...] = (
     Flag("model-path", "model", common._text, "model name; any name works", aliases=("model",)),
     Flag("tokenizer-path", "tokenizer", common._optional(common._text), "folder with tokenizer.json", aliases=("tokenizer",)),
     Flag("lora-paths", "lora_modules", _lora_paths, "adapters as NAME=PATH", many=True),
-    Flag("context-length", "scheduler.max_model_len", common._integer(2), "context window in tokens", aliases=("max-model-len",)),
+    Flag(
+        "context-length", "scheduler.max_model_len", common._integer(2), "context window in tokens", aliases=("max-model-len",)
+    ),
     Flag("random-seed", "seed", common._integer(0), "seed of everything random"),
     Flag("api-key", "api_keys", common._texts, "key that protects everything but health and metrics", many=True),
     Flag("admin-api-key", "sglang.admin_api_key", common._optional(common._text), "key of the operator's routes"),
     Flag("sglang-profile", "sglang.profile", _profile, "which SGLang release to imitate, 0.4.10 to 0.5.23"),
-    Flag(
-        "dp-size", "data_parallel_size", common._integer(1, 256), "engine ranks", aliases=("dp", "data-parallel-size")
-    ),
+    Flag("dp-size", "data_parallel_size", common._integer(1, 256), "engine ranks", aliases=("dp", "data-parallel-size")),
     Flag(
         "tp-size",
         "sglang.tp_size",
@@ -92,9 +92,7 @@ OWN_FLAGS: tuple[Flag, ...] = (
         help="/health runs a request (also SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION)",
         **_SWITCH,
     ),
-    Flag(
-        "health-check-timeout", "sglang.health_check_timeout_ns", common._seconds, "(also SGLANG_HEALTH_CHECK_TIMEOUT)"
-    ),
+    Flag("health-check-timeout", "sglang.health_check_timeout_ns", common._seconds, "(also SGLANG_HEALTH_CHECK_TIMEOUT)"),
     Flag(
         "request-state-wait-timeout",
         "sglang.request_state_wait_ns",

@@ -1,4 +1,4 @@
-"""Flags of SGLang that a simulator has no use for: accepted, with a warning. Names from SGLang's documentation of its arguments."""
+"""Flags of SGLang that a simulator has no use for: accepted, with a warning. Names from SGLang's page of its arguments."""
 
 _SGLANG = """
     abort-on-priority-when-disabled allow-auto-truncate attention-backend attention-context-parallel-size attn-cp-size

@@ -1,8 +1,8 @@
 """The route of a generating family on an SGLang server: when its head leaves, and when a client's leaving is noticed.
 
-SGLang reference §5 and §7.4. A handler that waits for the engine looks for its client only as it wakes: with an output, or after
-4 s without one. An OpenAI stream waits so for its first output; from then on, and on native streams from the start, a broken
-connection is noticed at once.
+SGLang reference §5 and §7.4. A handler that waits for the engine looks for its client only as it wakes: with an output, or
+after 4 s without one. An OpenAI stream waits so for its first output; from then on, and on native streams from the start, a
+broken connection is noticed at once.
 """
 
 import asyncio
@@ -216,9 +216,7 @@ class SglangRoute(GenerateRoute):
         line.on_gone(lookout.gone)
         return lookout
 
-    def _departure(
-        self, job: Job, answer: Answer, scope: Scope, end: End, drop: Callable[[Sequence[str]], None]
-    ) -> Departure:
+    def _departure(self, job: Job, answer: Answer, scope: Scope, end: End, drop: Callable[[Sequence[str]], None]) -> Departure:
         return Departure(self._server, job, answer, end, self._server.seams.write_failed(scope), drop)
 
     def _stream_drop(self, request_ids: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""`/health` and `/health_generate`: a one-token request through the scheduler, and whether anything came back (SGLang reference §7.6)."""
+"""`/health` and `/health_generate`: a one-token request, and whether anything came back (SGLang reference §7.6)."""
 
 import asyncio
 from typing import Any

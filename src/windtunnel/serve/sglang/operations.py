@@ -462,14 +462,10 @@ def table(server: Server) -> list[Row]:
     state = Sglang()
     server.driver.observe(state.heartbeat)
     rules = (*_rules(state), *_admin_rules(state), *debug.ALWAYS)
-    rows: list[Row] = [
-        (rule.path, rule.methods, FlatSimple(server, rule))
-        for rule in rules
-    ]
+    rows: list[Row] = [(rule.path, rule.methods, FlatSimple(server, rule)) for rule in rules]
     rows.append(("/v1/models/{model:path}", ["GET"], ModelRoute(server)))
     rows.append(("/generate", ["PUT"], SglangRoute(server, server.seams.family(native))))
     rows.append(("/invocations", ["POST"], SglangRoute(server, server.seams.family(chat))))
     if server.config.sglang.enable_metrics:
         rows.append(("/metrics", None, MetricsPage(server)))
     return rows
-

@@ -154,9 +154,7 @@ class ChatEncoder:
         self._spec = spec
         self._top = chunk_head(spec.response_id, "chat.completion.chunk", spec.created, spec.model)
         self._heads = [b'%b"choices":[{"index":%d,"delta":{"content":' % (self._top, index) for index in range(spec.n)]
-        self._tail = (
-            b',"reasoning_content":null},"logprobs":null,"finish_reason":null,"matched_stop":null}],"usage":null}\n\n'
-        )
+        self._tail = b',"reasoning_content":null},"logprobs":null,"finish_reason":null,"matched_stop":null}],"usage":null}\n\n'
         self._plain = spec.top_logprobs is None and not spec.continuous_usage and not spec.parsed
         self._parsers = [parsers.make_parser(reasoning=spec.reasoning, tools=spec.tools is not None) for _ in range(spec.n)]
         self._begun = [False] * spec.n

@@ -150,9 +150,7 @@ def room_of(planned: Sequence[PromptPlan], env: SglangEnv) -> int:
     longest = max(len(prompt.token_ids) for prompt in planned)
     room = env.max_model_len - longest
     if room < 1:
-        raise WireError(
-            f"The input ({longest} tokens) is longer than the model's context length ({env.max_model_len} tokens)."
-        )
+        raise WireError(f"The input ({longest} tokens) is longer than the model's context length ({env.max_model_len} tokens).")
     return room
 
 
