@@ -6,7 +6,18 @@ import platform
 import sys
 import time
 
-BENCHMARKS = ("throughput", "lateness", "idle_streams", "startup", "departures", "core_step", "sim_cluster", "agreement")
+BENCHMARKS = (
+    "throughput",
+    "lateness",
+    "idle_streams",
+    "startup",
+    "departures",
+    "core_step",
+    "sim_cluster",
+    "agreement",
+    "big_prompt",
+    "pacing_jitter",
+)
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from windtunnel.core import oracle
+from windtunnel.core import tokenizer as tokenizer_module
 from windtunnel.core.tokenizer import SPECIAL_TOKENS, BuiltinTokenizer
 from windtunnel.core.words import WORDS
 
@@ -101,3 +102,11 @@ def test_special_tokens_are_single_tokens_and_hidden_by_default() -> None:
         assert TOKENIZER.token_string(number) == special
     assert TOKENIZER.decode(TOKENIZER.encode("a<|im_end|>b")) == "ab"
     assert TOKENIZER.eos_token_id == TOKENIZER.encode("<|im_end|>")[0]
+
+
+@given(st.text(alphabet="abcz AZ09\n\t<|'.,é漢\U0001f600\x00\x7f", max_size=300), st.integers(1, 20))
+def test_a_text_cut_into_chunks_has_the_same_tokens(text: str, chunk: int) -> None:
+    whole = TOKENIZER.encode(text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizer_module, "_CHUNK_BYTES", chunk)
+        assert TOKENIZER.encode(text) == whole

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from windtunnel.cli import experiment as experiment_command
 from windtunnel.cli import report as report_command
 from windtunnel.cli import storm as storm_command
-from windtunnel.lab.arms import count_patterns, fill, free_port, running
+from windtunnel.lab.arms import count_patterns, fill, free_ports, running
 from windtunnel.lab.experiment import Options, Progress, run_experiment, schedule, with_options
 from windtunnel.lab.experiment_file import Arm, Environment, Experiment
 from windtunnel.lab.report import DocumentError, check_document, html, schema, write_all
@@ -170,7 +170,7 @@ async def test_a_command_that_does_not_exist_is_an_environment_error(tmp_path: P
 
 async def test_a_server_that_is_never_ready_is_stopped(tmp_path: Path, pids: Path) -> None:
     arm = Arm.model_validate(
-        {"command": server_command("--pids", str(pids)), "ready_url": f"http://127.0.0.1:{free_port()}/", "ready_timeout": "2s"}
+        {"command": server_command("--pids", str(pids)), "ready_url": f"http://127.0.0.1:{free_ports(1)[0]}/", "ready_timeout": "2s"}
     )
     with pytest.raises(Environment, match="did not answer 200"):
         async with running(arm, tmp_path / "log", time_scale=1, seed=0):
@@ -199,7 +199,7 @@ async def test_cancelling_stops_the_server(tmp_path: Path, pids: Path) -> None:
 async def test_stop_before_a_server_is_ready_ends_it(experiment: Experiment, pids: Path) -> None:
     stop = asyncio.Event()
     command = server_command("--pids", str(pids))
-    never = f"http://127.0.0.1:{free_port()}/"
+    never = f"http://127.0.0.1:{free_ports(1)[0]}/"
     options = Options(commands={"control": command, "treatment": command}, ready_url=never)
     run = asyncio.create_task(run_experiment(experiment, options, stop=stop))
     await until(lambda: started(pids))

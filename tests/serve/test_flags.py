@@ -87,11 +87,11 @@ def test_short_dotted_and_negated_flags_of_vllm() -> None:
         ["m", "-tp", "2", "--compilation-config.level", "3", "--no-enforce-eager", "--max-num-seqs=7", "--max-logprobs", "-1"]
     )
     assert [warning.split()[0] for warning in parsed.warnings] == [
-        "--tensor-parallel-size",
         "--compilation-config.level",
         "--no-enforce-eager",
     ]
     assert (parsed.config.scheduler.max_num_seqs, parsed.config.max_logprobs) == (7, -1)
+    assert parsed.config.pacing.tensor_parallel == 2
 
 
 def test_vllm_counts_some_durations_in_seconds() -> None:

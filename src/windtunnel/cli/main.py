@@ -3,7 +3,20 @@
 import typer
 
 from windtunnel import __version__
-from windtunnel.cli import demo, experiment, explore, faults, report, router, selftest, serve, sim, storm, up
+from windtunnel.cli import (
+    calibrate,
+    demo,
+    experiment,
+    explore,
+    faults,
+    report,
+    router,
+    selftest,
+    serve,
+    sim,
+    storm,
+    up,
+)
 
 app = typer.Typer(name="windtunnel", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -21,7 +34,20 @@ def root(
     """A GPU-free test bench for LLM serving."""
 
 
-for command in (serve, router, up, storm, experiment, demo, faults, report, selftest, sim, explore):
+for command in (
+    serve,
+    router,
+    up,
+    storm,
+    experiment,
+    demo,
+    faults,
+    report,
+    selftest,
+    calibrate,
+    sim,
+    explore,
+):
     command.register(app)
 
 

@@ -9,6 +9,7 @@ Words, not token ids, are the contract: a server with another tokenizer writes t
 """
 
 import re
+import struct
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 
@@ -41,7 +42,7 @@ def identity_of_tag(tag_hex: str) -> int:
 
 def identity_of_tokens(token_ids: Sequence[int]) -> int:
     """The identity of a prompt without a marker."""
-    packed = b"".join(token.to_bytes(4, "little") for token in token_ids)
+    packed = struct.pack(f"<{len(token_ids)}I", *token_ids)
     return int.from_bytes(blake2b(packed, digest_size=8).digest())
 
 

@@ -18,6 +18,8 @@ class StepPlan(NamedTuple):
     decode_seqs: int
     context_tokens: int
     """Tokens of KV that the step's attention reads."""
+    prefill_pairs: int = 0
+    """Pairs of a prefill token and a token that its attention sees, of all prompts: the quadratic part of attention."""
 
 
 class Pacing(Protocol):

@@ -75,6 +75,9 @@ _BYTES_AT = _SPECIAL_SLOTS
 _WORDS_AT = _BYTES_AT + 256
 _CACHE_LIMIT = 1 << 16
 _PIECES = re.compile(rb" ?[a-z]+|[!-`{-~]{1,2}| [!-`{-~]|[\x00-\xff]")
+_CHUNK_BYTES = 4 * 1024
+_PIECE_END = re.compile(rb"[a-z](?![a-z])|[\x00-\x1f\x7f-\xff]|.(?= )")
+"""Places where a piece ends for certain, whatever follows."""
 _SPECIALS = re.compile("(" + "|".join(re.escape(token) for token in SPECIAL_TOKENS) + ")")
 
 
@@ -122,14 +125,21 @@ class BuiltinTokenizer:
         return out
 
     def _encode_plain(self, text: str) -> list[int]:
+        """In chunks: one search over a long text would hold the interpreter, and with it every other thread."""
         ids, cache = self._ids, self._cache
+        data = text.encode("utf-8", "surrogatepass")
         out: list[int] = []
-        for piece in _PIECES.findall(text.encode("utf-8", "surrogatepass")):
-            token = ids.get(piece)
-            if token is not None:
-                out.append(token)
-            else:
-                out += cache.get(piece) or self._split(piece)
+        start = 0
+        while start < len(data):
+            end = _PIECE_END.search(data, start + _CHUNK_BYTES)
+            stop = len(data) if end is None else end.end()
+            for piece in _PIECES.findall(data, start, stop):
+                token = ids.get(piece)
+                if token is not None:
+                    out.append(token)
+                else:
+                    out += cache.get(piece) or self._split(piece)
+            start = stop
         return out
 
     def _split(self, piece: bytes) -> tuple[int, ...]:

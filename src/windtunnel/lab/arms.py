@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,11 +39,19 @@ class Running:
     """Its stdout and stderr together; None for a server that was running already."""
     pid: int | None = None
     """The process that was started here."""
+    port2: int = 0
+    """A second port for the arm's command (`{port2}`)."""
 
 
-def fill(template: str, *, port: int, time_scale: float, seed: int) -> str:
-    """`{port}`, `{seed}`, `{python}` and durations (`{20ms}`, multiplied by the time scale). Raises ValueError."""
-    values = {"port": str(port), "seed": str(seed), "python": sys.executable, "time_scale": f"{time_scale:g}"}
+def fill(template: str, *, port: int, time_scale: float, seed: int, port2: int = 0) -> str:
+    """`{port}`, `{port2}`, `{seed}`, `{python}` and durations (`{20ms}`, multiplied by the time scale). Raises ValueError."""
+    values = {
+        "port": str(port),
+        "port2": str(port2),
+        "seed": str(seed),
+        "python": sys.executable,
+        "time_scale": f"{time_scale:g}",
+    }
 
     def one(found: re.Match[str]) -> str:
         name = found[1]
@@ -58,10 +66,13 @@ def fill(template: str, *, port: int, time_scale: float, seed: int) -> str:
     return _PLACEHOLDER.sub(one, template)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def free_ports(count: int) -> list[int]:
+    """Ports that are free at this moment, all different."""
+    with ExitStack() as held:
+        probes = [held.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
 
 
 @asynccontextmanager
@@ -78,14 +89,14 @@ async def running(
         yield Running(arm.url, None)
         return
     assert arm.command is not None
-    port = free_port()
-    words = [fill(word, port=port, time_scale=time_scale, seed=seed) for word in shlex.split(arm.command)]
+    port, port2 = free_ports(2)
+    words = [fill(word, port=port, port2=port2, time_scale=time_scale, seed=seed) for word in shlex.split(arm.command)]
     process = await _start(words, arm.env, log)
     try:
         ready = fill(arm.ready_url or "http://127.0.0.1:{port}/health", port=port, time_scale=time_scale, seed=seed)
         await _wait_ready(ready, arm.ready_timeout_ns, process, log, stop)
         origin = parse_origin(ready)
-        yield Running(f"{origin.scheme}://{origin.authority}", log, process.pid)
+        yield Running(f"{origin.scheme}://{origin.authority}", log, process.pid, port2)
     finally:
         await end(process)
 

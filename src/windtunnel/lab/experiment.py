@@ -147,7 +147,7 @@ class _Trial:
         arm = self.experiment.arm(self.name)
         log = self.logs / f"{self.name}-{self.trial + 1}.log"
         seed = self.experiment.seed + self.trial
-        plan = self.experiment.storm.plan(seed=seed, time_scale=self.options.time_scale)
+        plan = self.experiment.plan(self.name, seed=seed, time_scale=self.options.time_scale)
         head = {"trial": self.trial + 1, "arm": self.name, "seed": seed}
         try:
             document = await self._storm(log, plan, on_event)
@@ -168,7 +168,7 @@ class _Trial:
             check_target_allowed(parse_origin(arm.url).host, owned=self.options.owned)
         async with running(arm, log, time_scale=self.options.time_scale, seed=plan.seed, stop=self.stop) as server:
             model = arm.model or await find_model(server.url, arm.headers)
-            sources = [one.replace("{url}", server.url) for one in arm.metrics_urls]
+            sources = [one.replace("{port2}", str(server.port2)) for one in arm.metrics_urls]
             target = make_target(server.url, model, headers=arm.headers, metrics_urls=sources, watch=arm.watch)
             return storm_document(await run_storm(target, plan, stop=self.stop, on_event=on_event, pid=server.pid))
 

@@ -19,6 +19,7 @@ from windtunnel.lab.connection import How
 from windtunnel.lab.plan import (
     COMPLETION_BYSTANDER,
     METRICS_BYSTANDER,
+    Action,
     Api,
     BystanderKind,
     Limits,
@@ -91,6 +92,15 @@ class BystanderSection(_Section):
         return BystanderKind(self.name, self.path, self.request.shape() if self.request else None, self.expect_status)
 
 
+class ActionSection(_Section):
+    """What an operator does while the storm blows."""
+
+    path: str
+    at: Literal["storm", "bystanders", "quiet", "later"] = "storm"
+    after: DurationNs = 0
+    method: Literal["GET", "POST"] = "POST"
+
+
 class StormSection(_Section):
     """The storm plan; durations carry a unit and are multiplied by the time scale, except time-outs and deadlines."""
 
@@ -127,6 +137,7 @@ class StormSection(_Section):
     quiet_deadline: DurationNs = 10 * S
     observe: DurationNs = 0
     request_timeout: DurationNs = 30 * S
+    actions: tuple[ActionSection, ...] = ()
     oracle: Literal["auto", "on", "off"] = "auto"
     max_requests: int = 2_000
     max_concurrency: int = 256
@@ -171,6 +182,7 @@ class StormSection(_Section):
             quiet_deadline_ns=self.quiet_deadline,
             observe_ns=scaled(self.observe),
             request_timeout_ns=self.request_timeout,
+            actions=tuple(Action(one.path, one.at, scaled(one.after), one.method) for one in self.actions),
             oracle=self.oracle,
             seed=seed,
             limits=Limits(self.max_requests, self.max_concurrency, self.max_duration),
@@ -192,6 +204,8 @@ class Arm(_Section):
     headers: dict[str, str] = {}
     metrics_urls: tuple[str, ...] = ()
     watch: tuple[str, ...] = ()
+    storm: dict[str, Any] = {}
+    """What this arm's storm has otherwise than the `[storm]` table; `{ victims = 0 }` makes it an arm without a storm."""
 
     @model_validator(mode="after")
     def _check(self) -> "Arm":
@@ -234,6 +248,8 @@ class Effect(_Section):
     metric: str
     of: str | None = None
     alpha: float = Field(0.05, gt=0, lt=1)
+    margin: float | None = Field(None, gt=0)
+    """Given: the claim is that there is no effect larger than this, instead of that there is one."""
 
 
 class Experiment(_Section):
@@ -253,8 +269,15 @@ class Experiment(_Section):
         twice = {one for one in ids if ids.count(one) > 1}
         if twice:
             raise ValueError(f"predictions: the id {min(twice)!r} is used twice")
-        check_plan(self.storm.plan(seed=0, time_scale=1.0))
+        for name in ("control", "treatment"):
+            check_plan(self.plan(name, seed=0, time_scale=1.0))
         return self
+
+    def plan(self, name: ArmName, *, seed: int, time_scale: float) -> StormPlan:
+        """The storm of one arm."""
+        changes = StormSection.model_validate(self.arm(name).storm)
+        section = self.storm.model_copy(update={key: getattr(changes, key) for key in changes.model_fields_set})
+        return section.plan(seed=seed, time_scale=time_scale)
 
     def arm(self, name: ArmName) -> Arm:
         return self.arms.control if name == "control" else self.arms.treatment

@@ -138,6 +138,16 @@ COMPLETION_BYSTANDER = BystanderKind("completion", shape=Shape(max_tokens=8, str
 
 
 @dataclass(frozen=True, slots=True)
+class Action:
+    """What an operator does meanwhile: a request without a body, so long after each beginning of a phase."""
+
+    path: str
+    at: str = "storm"
+    after_ns: int = 0
+    method: str = "POST"
+
+
+@dataclass(frozen=True, slots=True)
 class Limits:
     """What a storm may cost at most. Each has its own flag to raise it."""
 
@@ -200,6 +210,7 @@ class StormPlan:
     request_timeout_ns: int = 30 * S
     linger_ns: int = 1 * S
     """How long a half-closed victim still reads."""
+    actions: tuple[Action, ...] = ()
     oracle: str = "auto"
     """`on`, `off`, or `auto`: on when the probe before the storm is answered in the oracle's words."""
     seed: int = 0

@@ -23,7 +23,7 @@ from windtunnel.lab.client import Gate, Leave, Session, request_body, run_reques
 from windtunnel.lab.connection import ConnectionCut, How, MalformedResponse, fetch
 from windtunnel.lab.extras import Extras
 from windtunnel.lab.oracle_check import Known, check_text, judge
-from windtunnel.lab.plan import BystanderKind, PlanError, Role, Shape, StormPlan, check_plan, start_offsets
+from windtunnel.lab.plan import Action, BystanderKind, PlanError, Role, Shape, StormPlan, check_plan, start_offsets
 from windtunnel.lab.record import Ask, BystanderRecord, End, Phase, Sample, StormResult, StreamRecord
 from windtunnel.lab.sampler import Sampler, is_quiet, recognise_sources
 from windtunnel.lab.states import States
@@ -77,7 +77,7 @@ async def run_storm(
         for task in (working, stopping):
             task.cancel()
         await asyncio.gather(working, stopping, return_exceptions=True)
-        await storm.states.close()
+        await storm.close()
     if reason is None:
         working.result()
     return storm.result(reason)
@@ -120,6 +120,7 @@ class _Storm:
         self._at_deadline: Sample | None = None
         self._after_probe: Sample | None = None
         self._settled: Sample | None = None
+        self._acting: list[asyncio.Task[None]] = []
         self._notes: list[str] = []
 
     async def prepare(self) -> None:
@@ -208,7 +209,7 @@ class _Storm:
             taken = await self.sampler.sample()
             self._settled = taken if taken.usable and not taken.clients else None
         await self.extras.ask_again()
-        if self.extras.front and not self.sampler.blind and self._quiet_ns is None:
+        if self.extras.front and not self.sampler.blind:
             with self._phase("direct"):
                 await self.extras.leave_a_worker()
         if self.plan.drain and self.sampler.pid is not None:
@@ -364,15 +365,36 @@ class _Storm:
     def _ask(self, role: Role, shape: Shape, round_: int = 0) -> Ask:
         return self.maker.ask(role, round_, shape)
 
+    async def _act(self, action: Action) -> None:
+        await asyncio.sleep(action.after_ns / 1e9)
+        origin, status = self.session.target.origin, "no answer"
+        try:
+            async with asyncio.timeout(self.session.timeout_ns / 1e9):
+                answer = await fetch(origin, action.method, action.path, self.session.target.headers)
+            status = f"status {answer.status}"
+        except (TimeoutError, OSError, ConnectionCut, MalformedResponse) as error:
+            status = str(error) or status
+        self._notes.append(f"{action.method} {action.path} in phase {action.at}: {status}")
+
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
         started_ns = self.session.now_ns()
         self.sampler.phase = name
         self.tell(StormEvent(started_ns, name, ""))
+        for action in self.plan.actions:
+            if action.at == name:
+                self._acting.append(asyncio.ensure_future(self._act(action)))
         try:
             yield
         finally:
             self._phases.append(Phase(name, started_ns, self.session.now_ns()))
+
+    async def close(self) -> None:
+        """End what may still be at work."""
+        for task in self._acting:
+            task.cancel()
+        await asyncio.gather(*self._acting, return_exceptions=True)
+        await self.states.close()
 
     def result(self, interrupted: str | None) -> StormResult:
         baseline = self._baseline or Sample(0, "baseline", 0, 0, {}, {}, None, "not read before the storm ended")

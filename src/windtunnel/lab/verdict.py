@@ -4,7 +4,8 @@
   them; otherwise it is undecided (null).
 * `inconclusive`: an arm has no valid trial, the run was interrupted, a prediction is undecided, or every prediction
   holds but the effect is not significant at `alpha` (or cannot be computed).
-* `confirmed`: every prediction holds and the effect is significant.
+* `confirmed`: every prediction holds and the effect is significant. With a `margin` the claim is the opposite one, that there
+  is no effect larger than the margin: then the whole 95 % interval of the difference must lie within it.
 * `refuted`: no prediction holds.
 * `mixed`: some hold, some do not.
 
@@ -36,8 +37,9 @@ def metric(trial: Trial, path: str) -> float | None:
     series = _SERIES.match(path)
     if series:
         return _from_series(trial, series[1], series[2], series[3])
-    if path == "findings.count":
-        return float(len(trial["findings"]))
+    if path.startswith("findings."):
+        name = path.removeprefix("findings.")
+        return float(sum(name in ("count", finding["name"]) for finding in trial["findings"]))
     value = _walk(trial, path)
     return float(value) if isinstance(value, int | float) else None
 
@@ -96,7 +98,7 @@ def _pair(prediction: Prediction, trial: Trial) -> tuple[float, float] | None:
 
 def effect_document(effect: Effect, control: Sequence[Trial], treatment: Sequence[Trial]) -> dict[str, Any]:
     """The comparison of the arms; members are null when it cannot be made. The difference is control - treatment."""
-    out: dict[str, Any] = {"metric": effect.metric, "of": effect.of, "alpha": effect.alpha}
+    out: dict[str, Any] = {"metric": effect.metric, "of": effect.of, "alpha": effect.alpha, "margin": effect.margin}
     comparison, extra = _compare_counts(effect, control, treatment) if effect.of else _compare(effect, control, treatment)
     if comparison is None:
         return {**out, "control": None, "treatment": None, "difference": None, "ci95": None, "p_value": None, "test": None}
@@ -146,6 +148,18 @@ def decide(predictions: Sequence[bool | None], effect: Mapping[str, Any], *, com
         return "mixed", f"{held} of {len(predictions)} predictions hold"
     if effect["p_value"] is None:
         return "inconclusive", "the effect could not be computed"
+    if effect.get("margin") is not None:
+        return _decide_equivalence(effect)
     if effect["p_value"] >= effect["alpha"]:
         return "inconclusive", f"all predictions hold, but the effect is not significant (p = {effect['p_value']:.3g})"
     return "confirmed", f"all {len(predictions)} predictions hold and the arms differ (p = {effect['p_value']:.2g})"
+
+
+def _decide_equivalence(effect: Mapping[str, Any]) -> tuple[Verdict, str]:
+    """All predictions hold: is the difference shown to be within the margin?"""
+    if effect["ci95"] is None:
+        return "inconclusive", "the interval of the difference could not be computed; run more trials"
+    largest = max(abs(edge) for edge in effect["ci95"])
+    if largest <= effect["margin"]:
+        return "confirmed", f"all predictions hold, and there is no effect larger than {largest:.3g} at 95 %"
+    return "inconclusive", f"all predictions hold, but an effect of up to {largest:.3g} cannot be ruled out at 95 %"

@@ -12,11 +12,15 @@ from typing import Protocol
 from windtunnel.core.engine import Engine
 from windtunnel.core.outputs import Refusal, StepOutput, TokenOutput
 from windtunnel.core.request import EngineRequest
+from windtunnel.core.units import MS
 from windtunnel.serve.clock import make_alarm, now_ns
 
 log = logging.getLogger("windtunnel.serve")
 
 _TOKENS_PER_TURN = 1024
+_TURN_NS = 2 * MS
+"""Writes are held back for a turn, so a turn that has lasted so long starts no further step."""
+_IDLE_S = 1.0
 
 
 class Cork(Protocol):
@@ -60,6 +64,11 @@ class EngineDriver:
         self._soon = False
         self._at: int | None = None
         self._closed = False
+        self._auditor = IdleAuditor(engine, loop)
+
+    def observe(self, observer: StepObserver) -> None:
+        """Show this one every step, too, from the next on."""
+        self._observers += (observer,)
 
     def submit(self, requests: Sequence[EngineRequest], listeners: Sequence[Listener]) -> Refusal | None:
         """Admit all or none; from then on each listener gets the outputs of its request."""
@@ -85,7 +94,10 @@ class EngineDriver:
         """Look at the engine again: something about it has changed."""
         self.after_turn()
         at = self.engine.next_event_at()
-        if at is None or self._closed:
+        if self._closed:
+            return
+        if at is None:
+            self._auditor.idle()
             return
         if at <= now_ns():
             if not self._soon:
@@ -97,6 +109,7 @@ class EngineDriver:
 
     def close(self) -> None:
         self._closed = True
+        self._auditor.close()
         self._alarm.close()
 
     def _run(self) -> None:
@@ -107,16 +120,16 @@ class EngineDriver:
             return
         self._cork.active = True
         try:
-            tokens = 0
-            while tokens < _TOKENS_PER_TURN and self._is_due():
+            tokens, until_ns = 0, now_ns() + _TURN_NS
+            while tokens < _TOKENS_PER_TURN and self._is_due(until_ns):
                 tokens += self._advance()
         finally:
             self._cork.release()
         self.wake()
 
-    def _is_due(self) -> bool:
+    def _is_due(self, until_ns: int) -> bool:
         at_ns = self.engine.next_event_at()
-        return at_ns is not None and at_ns <= now_ns()
+        return at_ns is not None and at_ns <= now_ns() <= until_ns
 
     def _advance(self) -> int:
         """Run the engine once; the number of outputs, and at least 1."""
@@ -145,6 +158,38 @@ class EngineDriver:
                 log.exception("an answer broke while it was written")
                 self.abort([output[0]])
                 listener.broken()
+
+
+class IdleAuditor:
+    """Checks the engine's books whenever it has been idle for a moment; a leak is one CRITICAL line.
+
+    The check is linear in the KV pool, so the next one waits a hundred times as long as the last one took.
+    """
+
+    def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop) -> None:
+        self._engine = engine
+        self._loop = loop
+        self._handle: asyncio.TimerHandle | None = None
+        self._wait_s = _IDLE_S
+
+    def idle(self) -> None:
+        if self._handle is None:
+            self._handle = self._loop.call_later(self._wait_s, self._audit)
+
+    def close(self) -> None:
+        if self._handle is not None:
+            self._handle.cancel()
+
+    def _audit(self) -> None:
+        self._handle = None
+        if self._engine.next_event_at() is not None:
+            return
+        started_s = self._loop.time()
+        try:
+            self._engine.check_integrity()
+        except AssertionError as breach:
+            log.critical("the idle engine does not add up: %s", breach)
+        self._wait_s = max(_IDLE_S, 100 * (self._loop.time() - started_s))
 
 
 def _nothing() -> None:

@@ -5,10 +5,12 @@ Names and defaults are vLLM's where vLLM has the setting. The names of llm-d-inf
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any
 
+from windtunnel.core.physics import GPUS, MODELS
+from windtunnel.core.profile import Profile, from_mapping
 from windtunnel.core.units import parse_duration_ns
 from windtunnel.serve.config import ServeConfig, UsageError
 from windtunnel.serve.config_file import read_config_file
@@ -150,6 +152,23 @@ def _lora_module(item: str) -> tuple[str, str]:
     return name, path
 
 
+def _profile(value: Any) -> Profile:
+    """A file's name, or the content itself (`/admin/config`)."""
+    if isinstance(value, Mapping):
+        return from_mapping(value)
+    name = _text(value)
+    try:
+        with open(name, encoding="utf-8") as file:
+            return from_mapping(json.loads(file.read(_LARGEST_PROFILE)))
+    except OSError as error:
+        raise ValueError(f"{name}: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+_LARGEST_PROFILE = 1 << 20
+
+
 @dataclass(frozen=True, slots=True)
 class Flag:
     """One setting. `target` is the dotted place in ServeConfig; `live` ones can be changed while the server runs."""
@@ -178,6 +197,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag("engine", "engine", _choice("vllm", "sglang"), "which server to simulate"),
     Flag("host", "host", _text, "address to listen on"),
     Flag("port", "port", _integer(0, 65535), "TCP port; 0 picks a free one"),
+    Flag("grpc-port", "grpc_port", _optional(_integer(0, 65535)), "serve gRPC too, on this TCP port; 0 picks a free one"),
     Flag("served-model-name", "served_model_names", _texts, "public model names; the first is used in answers", many=True),
     Flag("tokenizer", "tokenizer", _optional(_text), "folder with tokenizer.json; without it the built-in tokenizer"),
     Flag("lora-modules", "lora_modules", _lora_modules, "adapters as NAME=PATH", many=True),
@@ -269,6 +289,16 @@ FLAGS: tuple[Flag, ...] = (
     Flag("step-base", "pacing.step_base_ns", _duration, "step model: cost of a step", live=True),
     Flag("step-prefill-token", "pacing.step_prefill_token_ns", _duration, "step model: per prefill token", live=True),
     Flag("step-decode-seq", "pacing.step_decode_seq_ns", _duration, "step model: per running sequence", live=True),
+    Flag("gpu", "pacing.gpu", _optional(_choice(*GPUS)), "pace steps by the physics of a GPU (docs/calibration.md)", live=True),
+    Flag("gpu-model", "pacing.gpu_model", _choice(*MODELS), "whose weights and KV cache that GPU reads", live=True),
+    Flag(
+        "tensor-parallel-size",
+        "pacing.tensor_parallel",
+        _integer(1, 64),
+        "GPUs that share a step; counts with --gpu only",
+        live=True,
+    ),
+    Flag("profile", "pacing.profile", _optional(_profile), "file that windtunnel calibrate has written", live=True),
     Flag("time-scale", "pacing.time_scale", _number(0.001, 1000), "divide every simulated duration by this", live=True),
     Flag("mode", "generation.mode", _mode, "what is generated: oracle, echo or sentence", live=True),
     Flag("natural-length", "generation.natural_length", _range, "length of natural answers, as LOW:HIGH tokens", live=True),
@@ -332,8 +362,34 @@ FLAGS: tuple[Flag, ...] = (
     Flag("max-connections", "limits.connections", _POSITIVE, "most connections at once; requests on further ones get 503"),
 )
 
-_BY_NAME = {name: flag for flag in FLAGS for name in (flag.name, *flag.aliases)}
-LIVE = {flag.key: flag for flag in FLAGS if flag.live}
+
+@dataclass(frozen=True, slots=True)
+class FlagTable:
+    """The flags of one flavour. `foreign` ones exist in real servers and mean nothing here."""
+
+    flags: tuple[Flag, ...]
+    foreign: frozenset[str]
+    default_port: int
+    by_name: Mapping[str, Flag] = field(init=False)
+
+    def __post_init__(self) -> None:
+        named = {name: flag for flag in self.flags for name in (flag.name, *flag.aliases)}
+        object.__setattr__(self, "by_name", named)
+
+    @property
+    def live(self) -> list[str]:
+        return sorted(flag.key for flag in self.flags if flag.live)
+
+
+VLLM_FLAGS = FlagTable(FLAGS, FOREIGN_FLAGS, 8000)
+
+
+def table_of(engine: str) -> FlagTable:
+    if engine != "sglang":
+        return VLLM_FLAGS
+    from windtunnel.serve.sglang.flags import SGLANG_FLAGS
+
+    return SGLANG_FLAGS
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,8 +403,10 @@ def parse_args(args: Sequence[str]) -> ParsedFlags:
     values: dict[str, Any] = {}
     named: dict[str, str] = {}
     warnings: list[str] = []
-    for name, given in _with_file(list(_split(args))):
-        flag, value = _lookup(name, given)
+    told = list(_split(args))
+    table = table_of(_engine(told))
+    for name, given in _with_file(told, table):
+        flag, value = _lookup(name, given, table)
         if flag is None:
             warnings.append(f"--{name} is a flag of the real server that means nothing here: ignored")
             continue
@@ -358,10 +416,23 @@ def parse_args(args: Sequence[str]) -> ParsedFlags:
         values.update(_targets(flag, _parse(flag, f"--{name}", value)))
     if "model" not in values:
         raise UsageError("--model is missing: windtunnel serve --model NAME")
+    values.setdefault("port", table.default_port)
     return ParsedFlags(check(apply_values(ServeConfig(model=values["model"]), values)), tuple(warnings))
 
 
-def _with_file(given: Sequence[tuple[str, list[Any]]]) -> Sequence[tuple[str, list[Any]]]:
+Given = Sequence[tuple[str, list[Any]]]
+
+
+def _engine(given: Given) -> str:
+    """Which table is meant: the command line's or else the file's `engine`."""
+    files = [values for name, values in given if name == "config"]
+    named = [values for name, values in given if name == "engine"]
+    if not named and len(files) == 1 and len(files[0]) == 1:
+        named = [values for name, values in read_config_file(files[0][0]) if name == "engine"]
+    return str(named[-1][0]) if named and named[-1] else "vllm"
+
+
+def _with_file(given: Given, table: FlagTable) -> Given:
     """What `--config` names comes first, so that the command line beats it."""
     files = [values for name, values in given if name == "config"]
     if not files:
@@ -369,22 +440,23 @@ def _with_file(given: Sequence[tuple[str, list[Any]]]) -> Sequence[tuple[str, li
     if len(files) > 1 or len(files[0]) != 1:
         raise UsageError("--config takes one file: a YAML or TOML map of flag names to values")
     rest = [(name, values) for name, values in given if name != "config"]
-    told = {_BY_NAME[name].target for name, _ in rest if name in _BY_NAME}
-    return [*(item for item in read_config_file(files[0][0]) if _target(item[0]) not in told), *rest]
+    told = {table.by_name[name].target for name, _ in rest if name in table.by_name}
+    return [*(item for item in read_config_file(files[0][0]) if _target(item[0], table) not in told), *rest]
 
 
-def _target(name: str) -> str | None:
-    flag = _BY_NAME.get(name)
+def _target(name: str, table: FlagTable) -> str | None:
+    flag = table.by_name.get(name)
     return None if flag is None else flag.target
 
 
 def live_changes(config: ServeConfig, changes: Mapping[str, Any]) -> ServeConfig:
     """The configuration after a POST to `/admin/config`: all changes or, with UsageError, none."""
     values = {}
+    table = table_of(config.engine)
     for key, value in changes.items():
-        flag = _BY_NAME.get(key.replace("_", "-"))
+        flag = table.by_name.get(key.replace("_", "-"))
         if flag is None or not flag.live:
-            names = ", ".join(sorted(LIVE))
+            names = ", ".join(table.live)
             raise UsageError(f"{key}: not a setting that can be changed while the server runs; those are {names}")
         values[flag.target] = _parse(flag, key, value)
     return check(apply_values(config, values))
@@ -392,13 +464,12 @@ def live_changes(config: ServeConfig, changes: Mapping[str, Any]) -> ServeConfig
 
 def check(config: ServeConfig) -> ServeConfig:
     """What no single flag can see."""
-    scheduler = config.scheduler
-    needed = -(-scheduler.max_model_len // scheduler.block_size) + 1
-    if scheduler.num_gpu_blocks < needed:
-        raise UsageError(
-            f"--num-gpu-blocks-override {scheduler.num_gpu_blocks} is too small: one request of --max-model-len "
-            f"{scheduler.max_model_len} needs {needed} blocks of {scheduler.block_size} tokens"
-        )
+    if config.engine == "sglang":
+        from windtunnel.serve.sglang.flags import check_sglang
+
+        check_sglang(config)
+    else:
+        _check_vllm(config)
     for name in config.faults:
         _check_fault(name)
     try:
@@ -408,6 +479,22 @@ def check(config: ServeConfig) -> ServeConfig:
     if bool(config.ssl_certfile) != bool(config.ssl_keyfile):
         raise UsageError("--ssl-certfile and --ssl-keyfile go together")
     return config
+
+
+def _check_vllm(config: ServeConfig) -> None:
+    scheduler = config.scheduler
+    needed = -(-scheduler.max_model_len // scheduler.block_size) + 1
+    if scheduler.num_gpu_blocks < needed:
+        raise UsageError(
+            f"--num-gpu-blocks-override {scheduler.num_gpu_blocks} is too small: one request of --max-model-len "
+            f"{scheduler.max_model_len} needs {needed} blocks of {scheduler.block_size} tokens"
+        )
+    pacing = config.pacing
+    if pacing.gpu is not None and MODELS[pacing.gpu_model].heads % pacing.tensor_parallel:
+        heads = MODELS[pacing.gpu_model].heads
+        raise UsageError(
+            f"--tensor-parallel-size {pacing.tensor_parallel} does not divide the {heads} heads of {pacing.gpu_model}"
+        )
 
 
 def _check_fault(text: str) -> None:
@@ -445,14 +532,15 @@ def _split(args: Sequence[str]) -> Iterable[tuple[str, list[str]]]:
         yield name.replace("_", "-"), values
 
 
-def _lookup(name: str, given: list[str]) -> tuple[Flag | None, Any]:
-    flag = _BY_NAME.get(name)
-    if flag is None and name.startswith("no-") and name[3:] in _BY_NAME and _BY_NAME[name[3:]].switch:
-        return _BY_NAME[name[3:]], False
+def _lookup(name: str, given: list[str], table: FlagTable) -> tuple[Flag | None, Any]:
+    flag = table.by_name.get(name)
+    positive = table.by_name.get(name.removeprefix("no-"))
+    if flag is None and positive is not None and positive.switch:
+        return positive, False
     if flag is None:
-        if name.partition(".")[0].removeprefix("no-") in FOREIGN_FLAGS:
+        if name.partition(".")[0].removeprefix("no-") in table.foreign:
             return None, None
-        near = get_close_matches(name, [*_BY_NAME, *FOREIGN_FLAGS], n=1)
+        near = get_close_matches(name, [*table.by_name, *table.foreign], n=1)
         raise UsageError(f"--{name} is not a flag" + (f"; did you mean --{near[0]}?" if near else ""))
     return flag, _value(flag, name, given)
 

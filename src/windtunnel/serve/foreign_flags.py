@@ -47,7 +47,7 @@ _VLLM = """
     return-sampling-mask revision root-path safetensors-load-strategy safetensors-prefetch-block-size
     safetensors-prefetch-num-threads scheduler-cls show-hidden-metrics-for-version skip-mm-profiling skip-tokenizer-init
     spec-method spec-model spec-tokens specialize-active-lora speculative-config ssl-ca-certs ssl-cert-reqs ssl-ciphers
-    structured-outputs-config tensor-parallel-size tokenizer-mode tokenizer-revision tokens-only tool-parser-plugin
+    structured-outputs-config tokenizer-mode tokenizer-revision tokens-only tool-parser-plugin
     tool-server trust-remote-code trust-request-mm-kwargs ubatch-size uds use-fp64-gumbel use-replayssm use-tqdm-on-load
     uvicorn-log-level video-pruning-method video-pruning-rate weight-transfer-config worker-cls worker-extension-cls
 """

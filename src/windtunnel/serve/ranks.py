@@ -13,7 +13,7 @@ from windtunnel.core.outputs import Refusal, StepOutput
 from windtunnel.core.request import EngineRequest
 from windtunnel.core.units import MS
 from windtunnel.serve.clock import now_ns
-from windtunnel.serve.driver import EngineDriver, Listener
+from windtunnel.serve.driver import EngineDriver, Listener, StepObserver
 from windtunnel.serve.telemetry import Metrics
 
 WAITING_WEIGHT = 4
@@ -57,6 +57,11 @@ class Ranks:
     @property
     def steps(self) -> int:
         return sum(driver.steps for driver in self.drivers)
+
+    def observe(self, observer: StepObserver) -> None:
+        """One more observer of every rank's steps; they carry their rank."""
+        for driver in self.drivers:
+            driver.observe(observer)
 
     def submit(self, requests: Sequence[EngineRequest], listeners: Sequence[Listener]) -> Refusal | None:
         """Admit all or none; see `EngineDriver.submit`."""

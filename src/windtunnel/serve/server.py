@@ -7,6 +7,7 @@ import json
 import logging
 import os
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import uvicorn
 
@@ -17,6 +18,9 @@ from windtunnel.serve.http11 import HttpLimits, protocol_class
 from windtunnel.serve.signals import handled_by
 from windtunnel.serve.state import Server
 from windtunnel.wire.family import WireError
+
+if TYPE_CHECKING:
+    from windtunnel.serve.grpc_front import GrpcFront
 
 log = logging.getLogger("windtunnel.serve")
 
@@ -38,6 +42,8 @@ class SimulatorProcess(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, simulator: Server) -> None:
         super().__init__(config)
         self._simulator = simulator
+        self.grpc: GrpcFront | None = None
+        """Stops before HTTP does: its calls have their own grace."""
         self._stopping: asyncio.Task[None] | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -52,6 +58,8 @@ class SimulatorProcess(uvicorn.Server):
     async def _drain_and_exit(self) -> None:
         jobs, config = self._simulator.jobs, self._simulator.config
         log.info("stopping: %d requests at work", len(jobs))
+        if self.grpc is not None:
+            await self.grpc.stop()
         if config.shutdown_timeout_ns:
             jobs.draining = True
             with contextlib.suppress(TimeoutError):
@@ -109,10 +117,21 @@ async def serve(config: ServeConfig) -> None:
     gc.set_threshold(*_GC_THRESHOLDS)
     watchdog = asyncio.create_task(process.watch())
     try:
+        process.grpc = await _grpc_front(server)
         await process.serve()
     finally:
         watchdog.cancel()
+        if process.grpc is not None:
+            await process.grpc.stop(0)
         server.close()
+
+
+async def _grpc_front(server: Server) -> "GrpcFront | None":
+    if server.config.grpc_port is None:
+        return None
+    from windtunnel.serve import grpc_front
+
+    return await grpc_front.start(server)
 
 
 def uvicorn_config(config: ServeConfig, server: Server) -> uvicorn.Config:

@@ -44,6 +44,8 @@ class SourceMaker:
 
     def identity(self, prompt: PromptPlan) -> int:
         """The prompt's identity: its marker, in text or in token ids, or else a hash of its tokens."""
+        if prompt.identity is not None:
+            return prompt.identity
         text = prompt.text if prompt.text is not None else self._tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
         marked = oracle.identity_of_marker(text)
         return oracle.identity_of_tokens(prompt.token_ids) if marked is None else marked

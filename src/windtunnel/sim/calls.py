@@ -19,6 +19,7 @@ class Attempt:
     request_id: str
     call: "Call"
     sent_ns: int
+    prompt_tokens: int
     engine: int = NEVER
     outcome: Outcome | None = None
     ended_ns: int = NEVER

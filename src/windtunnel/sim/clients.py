@@ -61,7 +61,7 @@ class Clients:
     def _send(self, call: Call) -> None:
         call.retry_at = None
         now_ns, question = self._kernel.now_ns, call.question
-        attempt = Attempt(f"{question.number}.{len(call.attempts)}", call, now_ns)
+        attempt = Attempt(f"{question.number}.{len(call.attempts)}", call, now_ns, len(question.prompt_token_ids))
         call.attempts.append(attempt)
         self.attempts += 1
         request = EngineRequest(
@@ -221,3 +221,6 @@ class Clients:
                 self._close(attempt, "aborted")
         del self.live[call.question.number]
         self._on_ended(call)
+        # Without this a call and its attempts would live on until a garbage collection finds their circle.
+        call.attempts.clear()
+        call.winner = None

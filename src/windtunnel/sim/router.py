@@ -141,7 +141,7 @@ class Router:
         attempt.released = True
         state = self.states[attempt.engine]
         state.in_flight -= 1
-        state.in_flight_tokens -= len(attempt.call.question.prompt_token_ids)
+        state.in_flight_tokens -= attempt.prompt_tokens
         assert state.in_flight >= 0, f"engine {state.index}: more ended than were sent"
 
     # What it learns

@@ -71,7 +71,7 @@ class BlockPool:
     def idle_among(self, blocks: Iterable[int]) -> int:
         """How many of these are on the free list, so that touching them takes memory."""
         refs = self._refs
-        return sum(1 for block in blocks if not refs[block])
+        return [refs[block] for block in blocks].count(0)
 
     def touch(self, blocks: Iterable[int]) -> None:
         """One more owner for each; a free one leaves the free list. Written out: a long prompt hits thousands."""

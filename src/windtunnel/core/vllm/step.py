@@ -44,7 +44,11 @@ class Step:
 
     @property
     def plan(self) -> StepPlan:
-        return StepPlan(self.prefill_tokens, self.decode_tokens, self.context_tokens)
+        return StepPlan(self.prefill_tokens, self.decode_tokens, self.context_tokens, self._prefill_pairs)
+
+    @property
+    def _prefill_pairs(self) -> int:
+        return sum(tokens * (2 * sequence.computed + tokens + 1) // 2 for sequence, tokens in self.prefilling)
 
     @property
     def empty(self) -> bool:

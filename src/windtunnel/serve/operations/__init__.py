@@ -25,7 +25,7 @@ def table(server: Server) -> list[Row]:
 
 
 def _row(server: Server, rule: Rule) -> Row:
-    return rule.path, rule.methods, Simple(server, rule.handle, reads_body="POST" in rule.methods)
+    return rule.path, rule.methods, Simple(server, rule)
 
 
 def rules(server: Server) -> list[Rule]:

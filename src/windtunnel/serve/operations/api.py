@@ -2,7 +2,7 @@
 
 from windtunnel.serve.asgi import JSON
 from windtunnel.serve.operations.control import rendering
-from windtunnel.serve.operations.endpoint import Call, Reply, Rule, post
+from windtunnel.serve.operations.endpoint import Call, Reply, Rule, post, post_text
 from windtunnel.serve.state import Server
 from windtunnel.wire.vllm import decisions, messages
 
@@ -13,6 +13,6 @@ def _count_tokens(server: Server, call: Call) -> Reply:
 
 
 GENERATION: tuple[Rule, ...] = (
-    post("/v1/messages/count_tokens", _count_tokens),
+    post_text("/v1/messages/count_tokens", _count_tokens),
     *(post(path, rendering(decisions.refuse)) for path in decisions.PATHS),
 )

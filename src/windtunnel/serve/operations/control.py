@@ -5,7 +5,7 @@ from typing import Any
 from windtunnel.core.vllm.control import PAUSE_MODES, PauseMode
 from windtunnel.serve.asgi import JSON
 from windtunnel.serve.clock import now_ns
-from windtunnel.serve.operations.endpoint import Call, Handler, Reply, Rule, empty, get, json_reply, post
+from windtunnel.serve.operations.endpoint import Call, Handler, Reply, Rule, empty, get, json_reply, post, post_text
 from windtunnel.serve.state import Server
 from windtunnel.wire.family import WireError
 from windtunnel.wire.http import BAD_REQUEST, parse_json, read_json
@@ -152,12 +152,12 @@ def _reset(server: Server, *, reset_running: bool) -> bool:
     """Every rank is asked; the answer is rank 0's, as in vLLM."""
     done = [engine.reset_prefix_cache(now_ns(), reset_running=reset_running) for engine in server.engines]
     server.driver.wake()
-    return done[0]
+    return bool(done[0])
 
 
 SCALE_OUT: tuple[Rule, ...] = (
     post("/inference/v1/abort_requests", _scale_out_abort),
-    *(post(path, rendering(read)) for path, read in ROUTES.items()),
+    *(post_text(path, rendering(read)) for path, read in ROUTES.items()),
     *(post(path, _derender) for path in DERENDER_PATHS),
 )
 SCALE_OUT_OFF: tuple[Rule, ...] = tuple(post(path, _forbidden) for path in SCALE_OUT_PATHS)

@@ -2,6 +2,7 @@
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -44,6 +45,8 @@ class Rule:
     path: str
     methods: tuple[str, ...]
     handle: Handler
+    tokenises: bool = False
+    """Its work grows with the body and touches nothing mutable: a large body is handled on the planner's thread."""
 
 
 def get(path: str, handle: Handler) -> Rule:
@@ -52,6 +55,11 @@ def get(path: str, handle: Handler) -> Rule:
 
 def post(path: str, handle: Handler) -> Rule:
     return Rule(path, ("POST",), handle)
+
+
+def post_text(path: str, handle: Handler) -> Rule:
+    """A route that tokenises what it is sent."""
+    return Rule(path, ("POST",), handle, tokenises=True)
 
 
 def json_reply(value: Any, status: int = 200) -> Reply:
@@ -65,22 +73,24 @@ def empty(_server: Server, _call: Call) -> Reply:
 class Simple:
     """An endpoint that answers from the server's state."""
 
-    def __init__(self, server: Server, handle: Handler, *, reads_body: bool) -> None:
+    error_body: Callable[[WireError], bytes] = staticmethod(error_body)
+
+    def __init__(self, server: Server, rule: Rule) -> None:
         self._server = server
-        self._handle = handle
-        self._reads_body = reads_body
+        self._rule = rule
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            body = await self._server.body(receive) if self._reads_body else b""
+            body = await self._server.body(receive) if "POST" in self._rule.methods else b""
             query = dict(parse_qsl(scope["query_string"].decode("latin-1"), True, max_num_fields=_QUERY_FIELDS))
-            reply = self._handle(self._server, Call(body, headers_of(scope), query))
+            work = partial(self._rule.handle, self._server, Call(body, headers_of(scope), query))
+            reply = await self._server.planner.run(len(body), work) if self._rule.tokenises else work()
             if not isinstance(reply, Reply):
                 reply = await reply
         except ClientGone:
             return
         except WireError as error:
-            reply = Reply(error_body(error), error.status, JSON)
+            reply = Reply(self.error_body(error), error.status, JSON)
         except ValueError as error:
-            reply = Reply(error_body(WireError(f"query: {error}", kind="Bad Request")), 400, JSON)
+            reply = Reply(self.error_body(WireError(f"query: {error}", kind="Bad Request")), 400, JSON)
         await send_bytes(send, reply.status, reply.body, reply.content_type)

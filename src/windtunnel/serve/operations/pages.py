@@ -3,7 +3,7 @@
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from windtunnel.serve.asgi import JSON, Receive, Scope, Send, send_bytes
-from windtunnel.serve.operations.endpoint import Call, Reply, Rule, get, json_reply, post
+from windtunnel.serve.operations.endpoint import Call, Reply, Rule, get, json_reply, post, post_text
 from windtunnel.serve.state import Server
 from windtunnel.wire.family import WireError
 from windtunnel.wire.http import BAD_REQUEST, read_json
@@ -98,8 +98,8 @@ ALWAYS: tuple[Rule, ...] = (
     get("/load", _load),
     get("/version", _version),
     get("/v1/models", _models),
-    post("/tokenize", _tokenize),
-    post("/detokenize", _detokenize),
+    post_text("/tokenize", _tokenize),
+    post_text("/detokenize", _detokenize),
     get("/kv_event_sources", _kv_event_sources),
     post("/is_scaling_elastic_ep", _is_scaling),
     post("/scale_elastic_ep", _scale),

@@ -1,0 +1,48 @@
+"""Writes the tables of docs/calibration.md: python -m bench.calibration [NAME…]
+
+Each table is one `windtunnel calibrate` of the recorded trace (`$WINDTUNNEL_GOLDEN/vllm/trace.jsonl`), printed as it comes,
+misses included, between the marks <!-- NAME --> and <!-- /NAME --> of the page. Not part of `make bench`: it takes minutes.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+PAGE = Path(__file__).parent.parent / "docs" / "calibration.md"
+TRACE = Path(os.environ.get("WINDTUNNEL_GOLDEN", "../shared/golden")) / "vllm" / "trace.jsonl"
+SERVER = ("--max-num-seqs", "16", "--max-num-batched-tokens", "2048", "--block-size", "32", "--seed", "1")
+TABLES = {
+    "passes-1-3": ("--only", "pass 1,pass 3", "--fit-concurrency", "1,8"),
+    "pass-0": ("--only", "pass 0", "--fit-concurrency", "1,16"),
+    "pass-0-extrapolated": ("--only", "pass 0", "--fit-concurrency", "1,4"),
+    "all-passes": ("--fit-concurrency", "1,8"),
+}
+
+
+def main() -> None:
+    for name in sys.argv[1:] or TABLES:
+        command = ["calibrate", TRACE.name, *TABLES[name], *SERVER]
+        table = _calibrate(name)
+        shown = " ".join(f"'{word}'" if " " in word else word for word in command)
+        _replace(name, f"`windtunnel {shown}`, {time.strftime('%Y-%m-%d')}:\n\n{table}")
+
+
+def _calibrate(name: str) -> str:
+    command = [sys.executable, "-m", "windtunnel", "calibrate", str(TRACE), *TABLES[name], *SERVER]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+
+
+def _replace(name: str, content: str) -> None:
+    marks = f"<!-- {name} -->", f"<!-- /{name} -->"
+    page = PAGE.read_text("utf-8")
+    new, count = re.subn(f"{marks[0]}.*?{marks[1]}", lambda _match: f"{marks[0]}\n{content}\n{marks[1]}", page, flags=re.DOTALL)
+    if not count:
+        raise SystemExit(f"{PAGE.name} has no place for the table {name}")
+    PAGE.write_text(new, "utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""`windtunnel calibrate TRACE…`: fit a profile to measured requests, and say how well it predicts the rest."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from windtunnel.core.profile import Profile
+    from windtunnel.sim.calibrate.measured import Run
+    from windtunnel.sim.calibrate.prediction import Prediction
+
+
+def register(app: typer.Typer) -> None:
+    app.command("calibrate")(calibrate)
+
+
+def calibrate(
+    traces: Annotated[
+        list[Path], typer.Argument(help="Request traces: windtunnel's own JSONL, vllm bench serve, AIPerf, GuideLLM")
+    ],
+    trace_format: Annotated[str, typer.Option("--format", help="auto, windtunnel, vllm-bench, aiperf or guidellm")] = "auto",
+    concurrency: Annotated[str, typer.Option(help="Clients of each trace, in order, where a format does not say: 1,8")] = "",
+    fit_concurrency: Annotated[str, typer.Option(help="Fit on runs with so many clients; the others are predicted")] = "1,8",
+    profile_file: Annotated[
+        Path | None, typer.Option("--profile", help="Fit nothing: predict every run with this profile")
+    ] = None,
+    only: Annotated[
+        str, typer.Option(help="Use only runs whose name has one of these words at its start: 'pass 1,pass 3'")
+    ] = "",
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Of the measured server")] = 128,
+    max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Of the measured server")] = 2048,
+    block_size: Annotated[int, typer.Option(min=1, help="Of the measured server")] = 16,
+    seed: Annotated[int, typer.Option(min=0, help="Of the search and the predictions")] = 0,
+    seeds: Annotated[int, typer.Option(min=1, max=100, help="Predictions are means over so many seeds")] = 5,
+    evaluations: Annotated[
+        int, typer.Option(min=1, max=10_000, help="Replays that the search may make for each shape of front end")
+    ] = 60,
+    out: Annotated[Path | None, typer.Option(help="Write the profile here, for windtunnel serve --profile")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout")] = False,
+) -> None:
+    """Fit a profile to measured requests, print the goodness of fit, and predict the runs that were left out."""
+    from windtunnel.cli.glue import fail
+    from windtunnel.core.profile import ProfileError
+    from windtunnel.sim.calibrate.fit import FitError, fit
+    from windtunnel.sim.calibrate.formats import TraceError
+    from windtunnel.sim.calibrate.prediction import predict
+    from windtunnel.sim.calibrate.replay import EngineLimits
+
+    limits = EngineLimits(max_num_seqs, max_num_batched_tokens, block_size)
+    try:
+        runs = _read(traces, trace_format, _numbers("--concurrency", concurrency), only)
+        fitted = (
+            [] if profile_file else [run for run in runs if run.concurrency in _numbers("--fit-concurrency", fit_concurrency)]
+        )
+        source = f"{', '.join(path.name for path in traces)}: {', '.join(run.name for run in fitted)}; seed {seed}"
+        if profile_file:
+            profile, distance = _load(profile_file), None
+        else:
+            profile, distance = fit(fitted, limits, seed=seed, evaluations=evaluations, say=_say, source=source)
+    except (TraceError, FitError, ProfileError) as error:
+        fail(str(error))
+    except OSError as error:
+        fail(f"{error.filename}: {error.strerror}")
+    if out is not None:
+        _write(out, profile)
+    rows = predict(runs, fitted, profile, limits, range(seed + 100, seed + 100 + seeds))
+    _report(profile, distance, rows, as_json=as_json)
+
+
+def _load(path: Path) -> "Profile":
+    import json
+
+    from windtunnel.core.profile import ProfileError, from_mapping
+
+    try:
+        return from_mapping(json.loads(path.read_text("utf-8")))
+    except ValueError as error:
+        raise ProfileError(f"{path.name}: {error}") from None
+
+
+def _say(text: str) -> None:
+    typer.echo(text, err=True)
+
+
+def _numbers(flag: str, text: str) -> list[int]:
+    from windtunnel.cli.glue import fail
+
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not all(part.isdigit() and int(part) >= 1 for part in parts):
+        fail(f"{flag} {text!r}: write whole numbers with commas, such as 1,8")
+    return [int(part) for part in parts]
+
+
+def _read(traces: Sequence[Path], trace_format: str, concurrency: Sequence[int], only: str) -> "list[Run]":
+    from windtunnel.sim.calibrate.formats import READERS, TraceError, read_runs
+
+    if trace_format not in ("auto", *READERS):
+        raise TraceError(f"--format {trace_format}: must be auto or one of {', '.join(READERS)}")
+    if concurrency and len(concurrency) != len(traces):
+        raise TraceError(f"--concurrency has {len(concurrency)} numbers for {len(traces)} traces")
+    given: Sequence[int | None] = concurrency or [None] * len(traces)
+    runs = [run for path, clients in zip(traces, given, strict=True) for run in read_runs(path, trace_format, clients)]
+    starts = tuple(word.strip() + " " for word in only.split(",") if word.strip())
+    kept = [run for run in runs if not starts or f"{run.name} ".startswith(starts)]
+    if not kept:
+        raise TraceError(f"no run is left: --only {only!r} fits none of {', '.join(run.name for run in runs)}")
+    return kept
+
+
+def _write(out: Path, profile: "Profile") -> None:
+    import json
+
+    out.write_text(json.dumps(profile.as_mapping(), indent=1) + "\n", "utf-8")
+    _say(f"wrote {out}")
+
+
+def _report(profile: "Profile", distance: float | None, rows: "Sequence[Prediction]", *, as_json: bool) -> None:
+    import json
+    from dataclasses import asdict
+
+    from windtunnel.sim.calibrate.prediction import markdown
+
+    left_out = [row for row in rows if not row.fitted]
+    hits = sum(row.hit for row in left_out)
+    if as_json:
+        table = [{**asdict(row), "error": row.error, "hit": row.hit} for row in rows]
+        typer.echo(json.dumps({"profile": profile.as_mapping(), "distance": distance, "predictions": table}))
+        return
+    typer.echo(markdown(rows))
+    typer.echo(f"\nmeasured → predicted, in ms; bold: off by more than 10 % (p50) or 20 % (p99). Fitted on {profile.source}.")
+    if distance is not None:
+        typer.echo(f"Goodness of fit: weighted squared log ratio of quantiles {distance:.4f} (0: equal).")
+    if left_out:
+        typer.echo(f"Left out: {hits} of {len(left_out)} predictions hit.")

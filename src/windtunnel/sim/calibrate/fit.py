@@ -1,0 +1,283 @@
+"""Fitting a profile to measured runs, in two stages.
+
+First, what a lone client shows directly. With one request at a time an inter-token gap is one step, so a regression of gaps on
+context gives the base and the context cost; the time to first token, less such a step, gives the front end's request cost and
+the prefill costs; what the regressions leave over is the noise. The writes after the last token give the cost of a chunk, the
+response headers the loop's work for a request. The regressions minimise absolute deviations: medians, so that stalls do not
+pull the line.
+
+Second, what shows only between requests (the cost of a decoding sequence, how the front end's loop divides its time, the
+engine's wake-up, extra noise under load) is found by replaying the other runs in the simulator and comparing quantiles.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import minimize, nnls
+from scipy.stats import norm, rankdata
+
+from windtunnel.core.frontend import ENDING_WRITES
+from windtunnel.core.profile import FrontendCosts, Noise, Profile, StepCosts
+from windtunnel.sim.calibrate.measured import Measured, Run
+from windtunnel.sim.calibrate.replay import EngineLimits, replay
+
+Vector = NDArray[np.float64]
+
+_SHARES = np.concatenate([np.linspace(0, 0.99, 100), np.linspace(0.991, 0.999, 9), [1.0]])
+_REWEIGHTS = 60
+_QUANTILES = (10, 50, 90, 99)
+_WEIGHTS = (0.3, 2.0, 0.6, 0.5)
+_TURNS = (4, 6, 10)
+
+
+class FitError(ValueError):
+    """Measurements that cannot carry a fit: says what is missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lone:
+    """What the runs of one client say. Milliseconds, and milliseconds for each token."""
+
+    step_ms: float
+    context_token_ms: float
+    first_ms: float
+    """Request and front end, without the step."""
+    prompt_token_ms: float
+    prefill_token_ms: float
+    prefill_pair_ms: float
+    chunk_ms: float
+    headers_ms: float | None
+    """Median time to the response headers, where the tool has it."""
+    step_noise_ms: Vector
+    request_noise_ms: Vector
+    lasting: float
+    memory: float
+
+
+def lone(requests: Sequence[Measured]) -> Lone:
+    step_ms, context_ms, step_rest = _step_line(requests)
+    prompt, uncached, pairs, first = (
+        np.array(column, float) for column in zip(*(_first_row(one) for one in requests), strict=True)
+    )
+    if np.array_equal(prompt, uncached):
+        prompt = np.zeros_like(prompt)  # nothing was cached: the two cannot be told apart, and prefill has the larger part
+    columns = np.stack([np.ones_like(prompt), prompt, uncached, pairs], axis=1)
+    (constant, per_prompt, per_prefill, per_pair), rest = _least_deviations(columns, first - step_ms - context_ms * prompt)
+    ending = float(np.median([one.e2e_ms - one.chunks[-1][0] for one in requests]))
+    headers = [one.headers_ms for one in requests if one.headers_ms is not None]
+    return Lone(
+        step_ms,
+        context_ms,
+        constant,
+        per_prompt,
+        per_prefill,
+        per_pair,
+        max(0.0, ending) / ENDING_WRITES,
+        float(np.median(headers)) if headers else None,
+        step_rest,
+        rest,
+        *_persistence(step_rest),
+    )
+
+
+_SEEDS = 2
+_LAGS = (2, 50)
+
+
+def _persistence(rest: Vector) -> tuple[float, float]:
+    """(lasting, memory) from the rank correlation of a series with itself at two distances."""
+    if len(rest) < 4 * _LAGS[1]:
+        return 0.0, 0.0
+    score = norm.ppf((rankdata(rest) - 0.5) / len(rest))
+    near, far = (max(0.0, float(np.mean(score[lag:] * score[:-lag]))) for lag in _LAGS)
+    if near <= far or near == 0:
+        return min(near, 0.9), 0.999 if near else 0.0
+    memory = float((far / near) ** (1 / (_LAGS[1] - _LAGS[0]))) if far else 0.0
+    return (min(0.95, near / memory ** _LAGS[0]), memory) if memory else (0.0, 0.0)
+
+
+def _step_line(requests: Sequence[Measured]) -> tuple[float, float, Vector]:
+    rows = [
+        (one.prompt_tokens + before[1], (after[0] - before[0]))
+        for one in requests
+        for before, after in pairwise(one.chunks)
+        if after[1] - before[1] == 1
+    ]
+    if not rows:
+        raise FitError("no request has two single-token chunks: there is no inter-token time to fit")
+    context, gap = (np.array(column, float) for column in zip(*rows, strict=True))
+    (step, per_context), rest = _least_deviations(np.stack([np.ones_like(context), context], axis=1), gap)
+    return step, per_context, rest
+
+
+def _first_row(one: Measured) -> tuple[float, float, float, float]:
+    uncached = one.prompt_tokens - one.cached_tokens
+    return one.prompt_tokens, uncached, uncached * (2 * one.cached_tokens + uncached + 1) / 2, one.ttft_ms
+
+
+def _least_deviations(columns: Vector, target: Vector) -> tuple[list[float], Vector]:
+    """Coefficients of at least 0 with the least sum of absolute deviations, and the deviations."""
+    scale = np.maximum(np.abs(columns).max(axis=0), 1e-12)
+    weights = np.ones(len(target))
+    for _ in range(_REWEIGHTS):
+        found, _ = nnls(columns / scale * weights[:, None], target * weights)
+        rest = target - columns / scale @ found
+        weights = 1 / np.sqrt(np.maximum(np.abs(rest), 1e-3 * np.abs(target).mean() + 1e-12))
+    return [float(value) for value in found / scale], rest
+
+
+def _noise(rest_ms: Vector, lasting: float = 0.0, memory: float = 0.0) -> Noise:
+    values = np.quantile(rest_ms, _SHARES) * 1e6
+    return Noise(tuple(_SHARES.tolist()), tuple(float(round(value)) for value in values), round(lasting, 6), round(memory, 6))
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What the second stage looks for; milliseconds."""
+
+    decode_seq_ms: float
+    frontend_step_ms: float
+    wake_ms: float
+    noise_growth: float
+    chunk_factor: float
+    """Only where nothing was timed after the last token: in hundredths of a lone step."""
+    request_ms: float
+    """Only where no headers were timed."""
+    turns: int
+
+
+def profile_of(alone: Lone, shared: Shared, source: str = "") -> Profile:
+    decode_ms = min(shared.decode_seq_ms, alone.step_ms)
+    chunk_ms = alone.chunk_ms or 0.01 * alone.step_ms * shared.chunk_factor
+    rest_ms = alone.first_ms - shared.wake_ms - shared.frontend_step_ms - chunk_ms
+    request_ms = min(max(0.0, rest_ms), shared.request_ms if alone.headers_ms is None else alone.headers_ms)
+    return Profile(
+        StepCosts(
+            _ns(alone.step_ms - decode_ms),
+            _ns(alone.prefill_token_ms),
+            _ns(decode_ms),
+            _ns(alone.context_token_ms),
+            _ns(alone.prefill_pair_ms),
+            round(shared.noise_growth, 6),
+        ),
+        FrontendCosts(
+            _ns(request_ms),
+            _ns(alone.prompt_token_ms),
+            _ns(shared.frontend_step_ms),
+            _ns(chunk_ms),
+            _ns(shared.wake_ms),
+            _ns(max(0.0, rest_ms - request_ms)),
+            shared.turns,
+        ),
+        _noise(alone.step_noise_ms, alone.lasting, alone.memory),
+        _noise(alone.request_noise_ms),
+        source,
+    )
+
+
+def _ns(ms: float) -> float:
+    return round(ms * 1e6, 3)
+
+
+def series(run: Run) -> dict[str, Vector]:
+    """The quantities that are compared, in milliseconds."""
+    return {
+        "ttft": np.array([one.ttft_ms for one in run.requests]),
+        "itl": np.array([gap for one in run.requests for gap in one.gaps_ms]),
+        "itl_token": np.array([gap for one in run.requests for gap in one.token_gaps_ms]),
+        "e2e": np.array([one.e2e_ms for one in run.requests]),
+    }
+
+
+def distance(measured: dict[str, Vector], simulated: dict[str, Vector]) -> float:
+    """Weighted squares of the logarithms of quantile ratios."""
+    total = 0.0
+    for name in ("ttft", "itl", "e2e"):
+        real, ours = (np.maximum(np.percentile(values[name], _QUANTILES), 1e-6) for values in (measured, simulated))
+        total += float(np.sum(np.array(_WEIGHTS) * np.log(ours / real) ** 2))
+    return total
+
+
+def fit(
+    runs: Sequence[Run],
+    limits: EngineLimits,
+    *,
+    seed: int = 0,
+    evaluations: int = 60,
+    say: Callable[[str], None] = lambda _text: None,
+    source: str = "",
+    turns: Sequence[int] = _TURNS,
+) -> tuple[Profile, float | None]:
+    """A profile of these runs and its distance (None: nothing to compare). One of them must have concurrency 1."""
+    single = [request for run in runs if run.concurrency == 1 for request in run.requests]
+    others = [run for run in runs if run.concurrency != 1]
+    if not single:
+        raise FitError("no run with concurrency 1 among those to fit: it is what separates a step from the waiting around it")
+    alone = lone(single)
+    start = Shared(0.05 * alone.step_ms, 0.1 * alone.first_ms, 0.25 * alone.first_ms, 0.5, 1.0, 0.5 * alone.first_ms, _TURNS[0])
+    if not others:
+        say("no run with concurrency above 1: the cost of a decoding sequence is a guess (5 % of a step)")
+        return profile_of(alone, start, source), None
+    best, least = _search(alone, start, others, limits, seed, evaluations, say, turns)
+    return profile_of(alone, best, source), least
+
+
+def _search(
+    alone: Lone,
+    start: Shared,
+    runs: Sequence[Run],
+    limits: EngineLimits,
+    seed: int,
+    evaluations: int,
+    say: Callable[[str], None],
+    shapes: Sequence[int],
+) -> tuple[Shared, float]:
+    real = [series(run) for run in runs]
+
+    steady = replace(alone, lasting=0.0)  # slow times move whole runs: they would drown what the search looks for
+
+    def cost(shared: Shared) -> float:
+        profile = profile_of(steady, shared)
+        return sum(
+            distance(measured, series(replay(run, profile, limits, seed=seed + at)))
+            for run, measured in zip(runs, real, strict=True)
+            for at in range(_SEEDS)
+        )
+
+    free = [name for name in _FREE if not _known(alone, name)]
+    origin = np.array([getattr(start, name) for name in free])
+
+    def at(point: Vector, turns: int) -> Shared:
+        return replace(start, **dict(zip(free, map(float, origin * np.exp(point)), strict=True)), turns=turns)
+
+    best, best_point, least = start, np.zeros(len(free)), float("inf")
+    for turns in shapes:
+        found = minimize(
+            lambda point, turns=turns: cost(at(point, turns)),
+            best_point,
+            method="Nelder-Mead",
+            options={
+                "maxfev": evaluations if turns == shapes[0] else evaluations // 2,
+                "initial_simplex": _simplex(best_point),
+            },
+        )
+        say(f"turns {turns}: distance {found.fun:.4f}")
+        if found.fun < least:
+            best, best_point, least = at(found.x, turns), found.x, float(found.fun)
+    say(f"found {best}")
+    return best, least
+
+
+_FREE = ("decode_seq_ms", "frontend_step_ms", "wake_ms", "noise_growth", "chunk_factor", "request_ms")
+
+
+def _known(alone: Lone, name: str) -> bool:
+    """The lone client has shown it already."""
+    return (name == "chunk_factor" and alone.chunk_ms > 0) or (name == "request_ms" and alone.headers_ms is not None)
+
+
+def _simplex(point: Vector) -> Vector:
+    return np.vstack([point, *(point + 0.5 * row for row in np.eye(len(point)))])

@@ -1,0 +1,295 @@
+"""Request traces of load tools, read into runs. Every error names the file, the line or request, and the field.
+
+| format | file | what it lacks |
+| --- | --- | --- |
+| `windtunnel` | JSONL, a request a line, every chunk with its time (the recorded trace) | nothing |
+| `vllm-bench` | `vllm bench serve --save-result --save-detailed`, one document a run | time of the last byte, cached tokens |
+| `aiperf` | `profile_export.jsonl` of AIPerf 0.14 | cached tokens, the concurrency |
+| `guidellm` | `benchmarks.json` of GuideLLM | chunks between first and last (taken as even), cached tokens |
+
+GenAI-Perf's `profile_export.json` has no token counts, so nothing can be fitted to it; its successor AIPerf writes them.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+from windtunnel.sim.calibrate.measured import Measured, Run
+
+MAX_FILE_BYTES = 1 << 30
+_NS_PER_UNIT = {"ns": 1e-6, "us": 1e-3, "ms": 1.0, "s": 1e3, "sec": 1e3}
+
+
+class TraceError(ValueError):
+    """A trace that cannot be read: where, which field, and the right form."""
+
+
+class Row:
+    """One JSON object and where it stands. `number` and its like raise TraceError for what is missing or wrong."""
+
+    def __init__(self, where: str, data: Any) -> None:
+        if not isinstance(data, Mapping):
+            raise TraceError(f"{where}: must be a JSON object, not {type(data).__name__}")
+        self.where = where
+        self.data = data
+
+    def number(self, field: str, *, least: float = 0.0) -> float:
+        return _number(self.where, field, self._required(field), least)
+
+    def whole(self, field: str, *, least: int = 0) -> int:
+        value = self.number(field, least=least)
+        if value != int(value):
+            raise TraceError(f"{self.where}: {field} is {value}: must be a whole number")
+        return int(value)
+
+    def part(self, field: str) -> "Row":
+        return Row(f"{self.where}: {field}", self._required(field))
+
+    def items(self, field: str) -> Sequence[Any]:
+        value = self._required(field)
+        if not isinstance(value, list):
+            raise TraceError(f"{self.where}: {field} must be a list, not {type(value).__name__}")
+        return value
+
+    def _required(self, field: str) -> Any:
+        if self.data.get(field) is None:
+            raise TraceError(f"{self.where}: {field} is missing")
+        return self.data[field]
+
+
+def _number(where: str, field: str, value: Any, least: float = 0.0) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < float("inf"):
+        raise TraceError(f"{where}: {field} is {value!r}: must be a number of at least {least:g}")
+    return float(value)
+
+
+def read_runs(path: Path, kind: str = "auto", concurrency: int | None = None) -> list[Run]:
+    """The runs of one file. `concurrency` for formats that do not carry it. Raises TraceError, OSError."""
+    if path.stat().st_size > MAX_FILE_BYTES:
+        raise TraceError(f"{path.name}: larger than {MAX_FILE_BYTES} bytes")
+    documents = _documents(path)
+    if not documents:
+        raise TraceError(f"{path.name}: is empty")
+    name = _detect(documents[0]) if kind == "auto" else kind
+    runs = READERS[name](documents, concurrency)
+    if not any(run.requests for run in runs):
+        raise TraceError(f"{path.name}: holds no successful request")
+    return runs
+
+
+def _documents(path: Path) -> list[Row]:
+    """The whole file as one JSON document, or one a line."""
+    text = path.read_text("utf-8", errors="strict")
+    try:
+        return [Row(path.name, json.loads(text))]
+    except json.JSONDecodeError:
+        lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+        return [_line(path.name, number, line) for number, line in lines]
+
+
+def _line(name: str, number: int, line: str) -> Row:
+    try:
+        return Row(f"{name} line {number}", json.loads(line))
+    except json.JSONDecodeError as error:
+        raise TraceError(f"{name} line {number}: not JSON: {error.msg} at column {error.colno}") from None
+
+
+_MARKS = {"chunks": "windtunnel", "ttfts": "vllm-bench", "metadata": "aiperf", "benchmarks": "guidellm"}
+
+
+def _detect(first: Row) -> str:
+    if "experiments" in first.data:
+        raise TraceError(
+            f"{first.where}: a GenAI-Perf profile has no token counts; measure with AIPerf and give its profile_export.jsonl"
+        )
+    for mark, name in _MARKS.items():
+        if mark in first.data:
+            return name
+    raise TraceError(f"{first.where}: no known format has these fields; the first ones are {', '.join(list(first.data)[:6])}")
+
+
+def _grouped(requests: Iterator[tuple[str, int | None, Measured]]) -> list[Run]:
+    groups: dict[tuple[str, int | None], list[Measured]] = {}
+    for name, concurrency, request in requests:
+        groups.setdefault((name, concurrency), []).append(request)
+    return [Run(name, concurrency, requests) for (name, concurrency), requests in groups.items()]
+
+
+# windtunnel
+
+
+def _windtunnel(rows: Sequence[Row], _concurrency: int | None) -> list[Run]:
+    return _grouped(_windtunnel_request(row) for row in rows)
+
+
+def _windtunnel_request(row: Row) -> tuple[str, int | None, Measured]:
+    data = row.data
+    closed = data.get("concurrency") is not None and data.get("poisson_rate_rps") is None
+    concurrency = row.whole("concurrency", least=1) if closed else None
+    load = f"c={concurrency}" if closed else f"{data.get('poisson_rate_rps', '?')} rps"
+    chunks = tuple(_chunk(row, at, item) for at, item in enumerate(row.items("chunks")))
+    _check_chunks(row, chunks)
+    cached = row.whole("cached_tokens") if data.get("cached_tokens") is not None else 0
+    prompt = row.whole("prompt_tokens", least=1)
+    if cached >= prompt:
+        raise TraceError(f"{row.where}: cached_tokens is {cached}: must be below prompt_tokens {prompt}")
+    request = Measured(
+        row.number("start_s"),
+        prompt,
+        row.whole("output_tokens", least=1),
+        chunks,
+        row.number("e2e_ms"),
+        cached,
+        row.number("headers_ms") if data.get("headers_ms") is not None else None,
+    )
+    return f"pass {data['pass']} {load}" if "pass" in data else load, concurrency, request
+
+
+def _chunk(row: Row, at: int, item: Any) -> tuple[float, int]:
+    if not isinstance(item, list) or len(item) != 2:
+        raise TraceError(f"{row.where}: chunks[{at}] is {item!r}: must be [milliseconds, tokens so far]")
+    return _number(row.where, f"chunks[{at}][0]", item[0]), int(_number(row.where, f"chunks[{at}][1]", item[1], 1))
+
+
+def _check_chunks(row: Row, chunks: Sequence[tuple[float, int]]) -> None:
+    if not chunks:
+        raise TraceError(f"{row.where}: chunks is empty: a request without output cannot be fitted")
+    for at, (before, after) in enumerate(pairwise(chunks), 1):
+        if after[0] < before[0] or after[1] <= before[1]:
+            raise TraceError(f"{row.where}: chunks[{at}] is {list(after)}: times must not fall and tokens must rise")
+
+
+# vllm bench serve
+
+
+def _vllm_bench(rows: Sequence[Row], concurrency: int | None) -> list[Run]:
+    return [_vllm_bench_run(row, concurrency) for row in rows]
+
+
+def _vllm_bench_run(row: Row, concurrency: int | None) -> Run:
+    columns = {name: row.items(name) for name in ("input_lens", "output_lens", "ttfts", "itls")}
+    counts = {name: len(column) for name, column in columns.items()}
+    if len(set(counts.values())) != 1:
+        raise TraceError(f"{row.where}: lists differ in length: {counts}")
+    starts = row.items("start_times") if row.data.get("start_times") else [1e-6 * at for at in range(len(columns["ttfts"]))]
+    errors = row.data.get("errors") or [""] * len(starts)
+    requests = []
+    for at, (prompt, output, ttft, itls) in enumerate(zip(*columns.values(), strict=True)):
+        if at < len(errors) and errors[at]:
+            continue
+        requests.append(
+            _vllm_bench_request(Row(f"{row.where}: request {at}", {"itls": itls}), starts[at], prompt, output, ttft)
+        )
+    given = concurrency if concurrency is not None else row.data.get("max_concurrency")
+    return Run(f"c={given}" if given else "open loop", int(given) if given else None, requests)
+
+
+def _vllm_bench_request(row: Row, start: Any, prompt: Any, output: Any, ttft: Any) -> Measured:
+    gaps_s = [_number(row.where, f"itls[{at}]", gap) for at, gap in enumerate(row.items("itls"))]
+    times_ms = [1e3 * at for at in accumulate([_number(row.where, "ttfts", ttft), *gaps_s])]
+    tokens = int(_number(row.where, "output_lens", output, 1))
+    return Measured(
+        _number(row.where, "start_times", start),
+        int(_number(row.where, "input_lens", prompt, 1)),
+        tokens,
+        _spread(times_ms, tokens),
+        times_ms[-1],
+    )
+
+
+def _spread(times_ms: Sequence[float], tokens: int) -> tuple[tuple[float, int], ...]:
+    """Chunks whose sizes nobody noted: as even as whole tokens can be, at least one each."""
+    count = min(len(times_ms), tokens)
+    kept = [*times_ms[: count - 1], times_ms[-1]]
+    return tuple((at_ms, (number * tokens) // count) for number, at_ms in enumerate(kept, 1))
+
+
+# AIPerf
+
+
+def _aiperf(rows: Sequence[Row], concurrency: int | None) -> list[Run]:
+    if concurrency is None:
+        raise TraceError(f"{rows[0].where}: an AIPerf export does not say its concurrency: give --concurrency")
+    good = (
+        row for row in rows if not row.data.get("error") and row.part("metadata").data.get("benchmark_phase") == "profiling"
+    )
+    return [Run(f"c={concurrency}", concurrency, [_aiperf_request(row) for row in good])]
+
+
+def _aiperf_request(row: Row) -> Measured:
+    metrics = row.part("metrics")
+    first_ms = _aiperf_ms(metrics, "time_to_first_token")
+    gaps = metrics.part("inter_chunk_latency")
+    scale = _unit(gaps)
+    gaps_ms = [scale * _number(gaps.where, f"value[{at}]", gap) for at, gap in enumerate(gaps.items("value"))]
+    tokens = metrics.part("output_sequence_length").whole("value", least=1)
+    return Measured(
+        row.part("metadata").number("request_start_ns") / 1e9,
+        metrics.part("input_sequence_length").whole("value", least=1),
+        tokens,
+        _spread(list(accumulate([first_ms, *gaps_ms])), tokens),
+        _aiperf_ms(metrics, "request_latency"),
+    )
+
+
+def _aiperf_ms(metrics: Row, name: str) -> float:
+    metric = metrics.part(name)
+    return _unit(metric) * metric.number("value")
+
+
+def _unit(metric: Row) -> float:
+    unit = metric.data.get("unit")
+    if unit not in _NS_PER_UNIT:
+        raise TraceError(f"{metric.where}: unit is {unit!r}: must be one of {', '.join(_NS_PER_UNIT)}")
+    return _NS_PER_UNIT[unit]
+
+
+# GuideLLM
+
+
+def _guidellm(rows: Sequence[Row], concurrency: int | None) -> list[Run]:
+    runs = []
+    for number, document in enumerate(rows[0].items("benchmarks")):
+        benchmark = Row(f"{rows[0].where}: benchmarks[{number}]", document)
+        streams = concurrency if concurrency is not None else _streams(benchmark)
+        requests = benchmark.part("requests")
+        found = [
+            _guidellm_request(Row(f"{requests.where}: successful[{at}]", item))
+            for at, item in enumerate(requests.items("successful"))
+        ]
+        runs.append(Run(f"c={streams}" if streams else f"benchmark {number}", streams, found))
+    return runs
+
+
+def _streams(benchmark: Row) -> int | None:
+    """Clients of a closed loop; None for a rate."""
+    for section in ("config", "args"):
+        strategy = (benchmark.data.get(section) or {}).get("strategy") or {}
+        if strategy.get("type_") == "synchronous":
+            return 1
+        if strategy.get("type_") == "concurrent":
+            return Row(f"{benchmark.where}: {section}.strategy", strategy).whole("streams", least=1)
+    return None
+
+
+def _guidellm_request(row: Row) -> Measured:
+    first_ms, tokens = row.number("time_to_first_token_ms"), row.whole("output_tokens", least=1)
+    gap_ms = row.number("inter_token_latency_ms") if tokens > 1 else 0.0
+    times_ms = [first_ms + gap_ms * at for at in range(tokens)]
+    return Measured(
+        row.number("request_start_time"),
+        row.whole("prompt_tokens", least=1),
+        tokens,
+        _spread(times_ms, tokens),
+        max(1e3 * row.number("request_latency"), times_ms[-1]),
+    )
+
+
+READERS: Mapping[str, Callable[[Sequence[Row], int | None], list[Run]]] = {
+    "windtunnel": _windtunnel,
+    "vllm-bench": _vllm_bench,
+    "aiperf": _aiperf,
+    "guidellm": _guidellm,
+}

@@ -1,0 +1,69 @@
+"""`windtunnel calibrate` from a file to a profile that `serve` takes, and what it says about wrong calls."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.sim.calibrate.test_fit import measured
+from typer.testing import CliRunner, Result
+
+from windtunnel.cli.main import app
+from windtunnel.serve.flags import parse_args
+
+
+def trace(folder: Path) -> Path:
+    rows = [
+        {
+            "concurrency": clients, "start_s": one.sent_s, "prompt_tokens": one.prompt_tokens, "output_tokens": one.output_tokens,
+            "headers_ms": 2.0, "e2e_ms": one.e2e_ms, "chunks": one.chunks,
+        }
+        for clients in (1, 3)
+        for one in measured(clients, 15).requests
+    ]  # fmt: skip
+    path = folder / "trace.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in rows), "utf-8")
+    return path
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["calibrate", *map(str, arguments)])
+
+
+def test_a_trace_becomes_a_profile_that_serve_takes(tmp_path: Path) -> None:
+    path, out = trace(tmp_path), tmp_path / "profile.json"
+    result = run(path, "--fit-concurrency", "1", "--seeds", "1", "--out", out)
+    assert result.exit_code == 0, result.output
+    assert "| c=1 (fitted) |" in result.stdout and "| c=3 |" in result.stdout
+    assert "predictions hit" in result.stdout
+    profile = parse_args(["m", "--profile", str(out)]).config.pacing.profile
+    assert profile is not None and profile.source == "trace.jsonl: c=1; seed 0"
+
+
+def test_a_profile_predicts_without_a_fit_and_json_is_one_document(tmp_path: Path) -> None:
+    path, out = trace(tmp_path), tmp_path / "profile.json"
+    assert run(path, "--fit-concurrency", "1", "--seeds", "1", "--out", out).exit_code == 0
+    result = run(path, "--profile", out, "--seeds", "1", "--json")
+    document = json.loads(result.stdout)
+    assert document["profile"] == json.loads(out.read_text("utf-8"))
+    assert len(document["predictions"]) == 16 and not any(row["fitted"] for row in document["predictions"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--format", "csv"), "--format csv: must be auto or one of windtunnel, vllm-bench"),
+        (("--concurrency", "1,2"), "--concurrency has 2 numbers for 1 traces"),
+        (("--fit-concurrency", "one"), "--fit-concurrency 'one': write whole numbers with commas"),
+        (("--fit-concurrency", "3"), "no run with concurrency 1 among those to fit"),
+        (("--only", "nothing"), "no run is left"),
+    ],
+)
+def test_wrong_calls_are_explained(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
+    result = run(trace(tmp_path), *arguments)
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    result = run(tmp_path / "nowhere.jsonl")
+    assert result.exit_code == 2 and "nowhere.jsonl: No such file" in result.output

@@ -1,0 +1,97 @@
+"""A fit finds what made the data: synthetic runs of a known profile, and predictions of a run that was left out."""
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from windtunnel.core.profile import FrontendCosts, Noise, Profile, StepCosts
+from windtunnel.sim.calibrate.fit import FitError, fit, lone
+from windtunnel.sim.calibrate.measured import Measured, Run
+from windtunnel.sim.calibrate.prediction import markdown, predict
+from windtunnel.sim.calibrate.replay import EngineLimits, replay
+
+LIMITS = EngineLimits(max_num_seqs=16, max_num_batched_tokens=2048, block_size=16)
+TRUTH = Profile(
+    StepCosts(5e6, 20_000.0, 200_000.0, 100.0, 10.0),
+    FrontendCosts(2e6, 0.0, 200_000.0, 50_000.0, 300_000.0, 500_000.0, 6),
+    Noise((0.0, 0.5, 0.99, 1.0), (-200_000.0, 0.0, 400_000.0, 3e6)),
+)
+
+
+def load(concurrency: int, count: int) -> Run:
+    """What a client would ask for; the times are still empty."""
+    chance = random.Random(concurrency)
+    sizes = [(chance.choice((16, 128, 512, 1024)), chance.choice((8, 16, 32))) for _ in range(count)]
+    asked = [Measured(at * 1e-3, prompt, output, ((1.0, 1),), 1.0) for at, (prompt, output) in enumerate(sizes)]
+    return Run(f"c={concurrency}", concurrency, asked)
+
+
+def measured(concurrency: int, count: int) -> Run:
+    run = replay(load(concurrency, count), TRUTH, LIMITS, seed=concurrency)
+    heads = [replace(one, headers_ms=2.0) for one in run.requests]
+    return Run(run.name, run.concurrency, heads)
+
+
+def test_a_lone_client_shows_the_costs_of_a_step_and_of_prefill() -> None:
+    alone = lone(measured(1, 60).requests)
+    assert alone.step_ms == pytest.approx(5.2, rel=0.02)
+    assert alone.context_token_ms == pytest.approx(1e-4, rel=0.3)
+    assert alone.prefill_token_ms == pytest.approx(0.02, rel=0.1)
+    assert alone.first_ms == pytest.approx(2 + 0.5 + 0.3 + 0.2 + 0.05, rel=0.1)
+    assert alone.chunk_ms == pytest.approx(0.05, rel=0.01)
+    assert float(np.max(alone.step_noise_ms)) > 1.0
+
+
+@pytest.mark.slow
+def test_a_fit_recovers_the_truth_and_predicts_what_was_left_out() -> None:
+    runs = [measured(1, 60), measured(4, 80), measured(12, 120)]
+    profile, distance = fit(runs[:2], LIMITS, seed=5, evaluations=30, turns=(6,))
+    assert distance is not None and distance < 0.1
+    assert profile.step.decode_seq_ns == pytest.approx(200_000, rel=0.35)
+    assert profile.step.base_ns + profile.step.decode_seq_ns == pytest.approx(5.2e6, rel=0.02)
+    rows = predict(runs, runs[:2], profile, LIMITS, (7, 8))
+    left_out = [row for row in rows if not row.fitted]
+    assert {row.run for row in left_out} == {"c=12"}
+    assert all(row.hit for row in left_out if row.percentile == 50), markdown(left_out)
+
+
+def test_one_seed_gives_one_replay() -> None:
+    one, same, other = (replay(load(4, 20), TRUTH, LIMITS, seed=seed).requests for seed in (3, 3, 4))
+    assert one == same != other
+
+
+def test_a_replay_serves_every_request_once_and_respects_the_concurrency() -> None:
+    run = replay(load(4, 30), TRUTH, LIMITS, seed=1)
+    assert sorted((one.prompt_tokens, one.output_tokens) for one in run.requests) == sorted(
+        (one.prompt_tokens, one.output_tokens) for one in load(4, 30).requests
+    )
+    assert all(one.chunks[-1][1] == one.output_tokens for one in run.requests)
+    edges = sorted(
+        [(one.sent_s, 1) for one in run.requests] + [(one.end_s, -1) for one in run.requests],
+        key=lambda edge: (edge[0], edge[1]),
+    )
+    assert max(np.cumsum([change for _at, change in edges])) <= 4
+
+
+def test_cached_prompts_are_faster_and_an_open_loop_keeps_its_times() -> None:
+    cold = [Measured(0.1 * at, 1024, 4, ((1.0, 1),), 1.0) for at in range(6)]
+    warm = [replace(one, cached_tokens=1008) for one in cold]
+    slow, fast = (replay(Run("open", None, requests), TRUTH, LIMITS, seed=1).requests for requests in (cold, warm))
+    assert all(a.ttft_ms > b.ttft_ms + 15 for a, b in zip(slow, fast, strict=True))
+    assert [round(one.sent_s - slow[0].sent_s, 6) for one in slow] == [round(0.1 * at, 6) for at in range(6)]
+
+
+def test_what_cannot_be_fitted_is_said() -> None:
+    with pytest.raises(FitError, match="no run with concurrency 1"):
+        fit([load(8, 4)], LIMITS)
+    with pytest.raises(FitError, match="no inter-token time to fit"):
+        fit([load(1, 4)], LIMITS)
+
+
+def test_a_table_marks_its_misses() -> None:
+    run = measured(1, 20)
+    slower = replace(TRUTH, step=replace(TRUTH.step, base_ns=9e6))
+    table = markdown(predict([run], [run], slower, LIMITS, (1,)))
+    assert "| c=1 (fitted) |" in table and "**" in table
