@@ -1,6 +1,7 @@
 """`windtunnel serve`: the flags are the table in `serve.flags`, not typer options."""
 
 import os
+from collections.abc import Mapping
 
 import typer
 
@@ -58,12 +59,22 @@ def environment_flags(args: list[str]) -> list[str]:
     for variable, flag in _SWITCHES.items():
         if os.environ.get(variable, "").lower() in ("1", "true"):
             flags.append(flag)
-    for variable, flag in _VALUES.items():
+    for variable, flag in {**_VALUES, **_sglang_values(args)}.items():
         if os.environ.get(variable) and not named(flag, args):
             flags += [f"--{flag}={os.environ[variable]}"]
     if os.environ.get("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "1").lower() in ("0", "false"):
         flags.append("--kv-events-hashes=bytes")
     return flags
+
+
+def _sglang_values(args: list[str]) -> Mapping[str, str]:
+    """SGLang's switches mean something to an SGLang server only."""
+    told = " ".join(args)
+    if "--engine sglang" not in told and "--engine=sglang" not in told:
+        return {}
+    from windtunnel.serve.sglang.disagg_flags import ENVIRONMENT
+
+    return ENVIRONMENT
 
 
 def named(flag: str, args: list[str]) -> bool:
