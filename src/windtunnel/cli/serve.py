@@ -45,7 +45,11 @@ def serve(context: typer.Context) -> None:
         typer.echo(f"warning: {warning}", err=True)
     from windtunnel.serve.server import run
 
-    run(parsed.config)
+    try:
+        run(parsed.config)
+    except UsageError as error:
+        typer.echo(f"windtunnel serve: {error}", err=True)
+        raise typer.Exit(USAGE) from None
 
 
 def environment_flags(args: list[str]) -> list[str]:

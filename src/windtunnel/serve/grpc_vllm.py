@@ -56,6 +56,7 @@ def methods(server: "Server") -> Mapping[str, Method]:
         "StartProfile": _start_profile,
         "StopProfile": _stop_profile,
         "GetTokenizer": _tokenizer,
+        "SubscribeKvEvents": _subscribe_kv_events,
     }
 
 
@@ -284,3 +285,7 @@ async def _tokenizer(server: "Server", _request: Any, call: Any) -> None:
 
     for message in pieces(await asyncio.to_thread(bundle, server.config.tokenizer)):
         await call.write(message)
+
+
+async def _subscribe_kv_events(_server: "Server", _request: Any, _call: Any) -> None:
+    raise WireError("KV cache events are not served over gRPC", 501, "NotImplementedError")
