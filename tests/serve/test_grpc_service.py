@@ -20,6 +20,7 @@ from tests.serve.grpc_live import GrpcServer, answer, completes, grpc_live, requ
 from tests.serve.live import PATIENCE_S
 
 from windtunnel.serve.clock import now_ns
+from windtunnel.wire.builtin_files import tokenizer_files
 
 SERVICE = "vllm.grpc.engine.VllmEngine"
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
@@ -167,6 +168,12 @@ async def test_the_tokenizers_folder_is_sent() -> None:
     assert {"tokenizer_config.json", "chat_template.jinja"} <= files.keys()
     assert not any(name.endswith(".jsonl") for name in files)
     assert model.tokenizer_path == str(FOLDER)
+
+
+async def test_the_built_in_tokenizer_is_sent_as_files() -> None:
+    async with grpc_live() as server:
+        files = await files_of(server)
+    assert files == dict(tokenizer_files())
 
 
 async def test_a_stop_lets_calls_end_and_takes_no_more() -> None:

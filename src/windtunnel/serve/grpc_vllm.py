@@ -279,8 +279,6 @@ def _set_profiling(server: "Server", on: bool) -> None:
 
 async def _tokenizer(server: "Server", _request: Any, call: Any) -> None:
     """The tokenizer's files as a zip, in pieces; the digest of all of it comes with the last one."""
-    if server.config.tokenizer is None:
-        raise WireError("No tokenizer files: start the server with --tokenizer FOLDER", 412)
     from windtunnel.serve.tokenizer_bundle import bundle, pieces
 
     for message in pieces(await asyncio.to_thread(bundle, server.config.tokenizer)):
