@@ -3,7 +3,7 @@
 import typer
 
 from windtunnel import __version__
-from windtunnel.cli import demo, experiment, faults, report, selftest, serve, storm
+from windtunnel.cli import compare, demo, experiment, faults, report, selftest, serve, storm
 
 app = typer.Typer(name="windtunnel", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -21,7 +21,7 @@ def root(
     """A GPU-free test bench for LLM serving."""
 
 
-for command in (serve, storm, experiment, demo, faults, report, selftest):
+for command in (serve, storm, experiment, demo, faults, report, compare, selftest):
     command.register(app)
 
 
