@@ -15,6 +15,9 @@ from windtunnel.serve.clock import make_alarm, now_ns
 
 
 _TOKENS_PER_TURN = 1024
+_BETWEEN_TURNS_NS = 200_000
+"""Deadlines that follow a turn within this time wait for one another: thousands of single tokens a second would otherwise cost
+a turn each, and a busy core is late by more than that. Deadlines are absolute, so nobody's mean changes."""
 
 
 class Cork(Protocol):
@@ -49,6 +52,7 @@ class EngineDriver:
         self._alarm = make_alarm(loop, self._run)
         self._soon = False
         self._at: int | None = None
+        self._turn_ended_ns = 0
         self._closed = False
 
     def submit(self, requests: Sequence[EngineRequest], listeners: Sequence[Listener]) -> Refusal | None:
@@ -80,7 +84,9 @@ class EngineDriver:
             if not self._soon:
                 self._soon = True
                 self._loop.call_soon(self._run)
-        elif at != self._at:
+            return
+        at = max(at, self._turn_ended_ns + _BETWEEN_TURNS_NS)
+        if at != self._at:
             self._at = at
             self._alarm.set(at)
 
@@ -101,6 +107,7 @@ class EngineDriver:
                 tokens += self._advance()
         finally:
             self._cork.release()
+        self._turn_ended_ns = now_ns()
         self.wake()
 
     def _is_due(self) -> bool:
