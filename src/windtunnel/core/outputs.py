@@ -40,6 +40,11 @@ class EngineError:
     status: int = 500
     kind: str = "InternalServerError"
 
+    @property
+    def failed(self) -> bool:
+        """Not for an abort without a status code (SGLang reference §5): that one only says why it ended."""
+        return self.status >= 400
+
 
 @dataclass(frozen=True, slots=True)
 class Refusal:

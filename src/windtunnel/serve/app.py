@@ -3,18 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
-from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Match, Route, Router
 
-from windtunnel.serve import operations
 from windtunnel.serve.asgi import Endpoint, Receive, Scope, Send, send_error
-from windtunnel.serve.generate import GenerateRoute
-from windtunnel.serve.middleware import ApiKeys, HttpMetrics, PodHeaders, RequestIds
-from windtunnel.serve.responses import ResponsesRoute
+from windtunnel.serve.middleware import PodHeaders, RequestIds
 from windtunnel.serve.state import Server
-from windtunnel.wire.family import Family
 from windtunnel.wire.http import method_not_allowed, not_found
-from windtunnel.wire.vllm import families, responses
 
 HANDLER = "windtunnel.handler"
 
@@ -52,28 +46,20 @@ class _Raw:
 
 
 def build(server: Server) -> Any:
-    """The application of a vLLM server."""
-    config = server.config
-    generating: Sequence[Family] = families(config.runner, config.convert)
+    """The application of a server of either flavour."""
+    config, flavour = server.config, server.flavour
     routes = [
-        ExactRoute(path, _generating(server, server.seams.family(family)), ["POST"])
-        for family in generating
+        ExactRoute(path, flavour.route(server, server.seams.family(family)), ["POST"])
+        for family in flavour.families(config)
         for path in family.paths
     ]
-    routes += [ExactRoute(path, endpoint, methods) for path, methods, endpoint in operations.table(server)]
-    app: Any = HttpMetrics(Router(routes, default=_not_found), metrics=server.metrics)
-    app = CORSMiddleware(app, allow_origins=config.allowed_origins, allow_methods=["*"], allow_headers=["*"])
-    if config.api_keys:
-        app = ApiKeys(app, keys=config.api_keys)
+    routes += [ExactRoute(path, endpoint, methods) for path, methods, endpoint in flavour.rows(server)]
+    app = flavour.middleware(server, Router(routes, default=_not_found))
     if config.pod_name or config.pod_namespace:
         app = PodHeaders(app, config.pod_name, config.pod_namespace, config.port)
     if config.enable_request_id_headers:
         app = RequestIds(app)
     return server.seams.wrap_app(app)
-
-
-def _generating(server: Server, family: Family) -> GenerateRoute:
-    return (ResponsesRoute if family.name == responses.name else GenerateRoute)(server, family)
 
 
 async def _not_found(_scope: Scope, _receive: Receive, send: Send) -> None:

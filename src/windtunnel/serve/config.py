@@ -72,6 +72,38 @@ class EngineSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class SglangSettings:
+    """What only an SGLang server has, under its own flag names and with its defaults (SGLang reference §6.1, §9)."""
+
+    profile: str = "0.5.23"
+    max_total_tokens: int = 131072
+    page_size: int = 1
+    max_running_requests: int = 256
+    chunked_prefill_size: int = 8192
+    max_prefill_tokens: int = 16384
+    schedule_policy: str = "fcfs"
+    schedule_low_priority_values_first: bool = False
+    schedule_conservativeness: float = 1.0
+    disable_radix_cache: bool = False
+    disable_overlap_schedule: bool = False
+    max_queued_requests: int | None = None
+    decode_log_interval: int = 40
+    tp_size: int = 1
+    enable_metrics: bool = True
+    """Off in SGLang. On here: a test bench without gauges shows nothing of what it is for."""
+    enable_metrics_for_all_schedulers: bool = False
+    enable_cache_report: bool = False
+    incremental_streaming_output: bool = False
+    weight_version: str = "default"
+    admin_api_key: str | None = None
+    health_generation: bool = True
+    health_check_timeout_ns: int = 20 * S
+    request_state_wait_ns: int = 4 * S
+    req_waiting_timeout_ns: int | None = None
+    req_running_timeout_ns: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ServerLimits:
     """What clients may cost the process. Every limit is listed in docs/model.md."""
 
@@ -151,6 +183,7 @@ class ServeConfig:
     kv_events: KvEventsConfig = field(default_factory=KvEventsConfig)
     failures: FailureConfig = field(default_factory=FailureConfig)
     limits: ServerLimits = field(default_factory=ServerLimits)
+    sglang: SglangSettings = field(default_factory=SglangSettings)
 
     @property
     def lora(self) -> bool:
@@ -173,5 +206,7 @@ def as_json(config: Any) -> dict[str, Any]:
             value = as_json(value)
         elif item.name == "api_keys":
             value = ["***"] * len(value)
+        elif item.name == "admin_api_key":
+            value = value and "***"
         out[item.name] = list(value) if isinstance(value, tuple) else value
     return out

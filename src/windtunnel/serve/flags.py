@@ -5,7 +5,7 @@ Names and defaults are vLLM's where vLLM has the setting. The names of llm-d-inf
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -362,8 +362,34 @@ FLAGS: tuple[Flag, ...] = (
     Flag("max-connections", "limits.connections", _POSITIVE, "most connections at once; requests on further ones get 503"),
 )
 
-_BY_NAME = {name: flag for flag in FLAGS for name in (flag.name, *flag.aliases)}
-LIVE = {flag.key: flag for flag in FLAGS if flag.live}
+
+@dataclass(frozen=True, slots=True)
+class FlagTable:
+    """The flags of one flavour. `foreign` ones exist in real servers and mean nothing here."""
+
+    flags: tuple[Flag, ...]
+    foreign: frozenset[str]
+    default_port: int
+    by_name: Mapping[str, Flag] = field(init=False)
+
+    def __post_init__(self) -> None:
+        named = {name: flag for flag in self.flags for name in (flag.name, *flag.aliases)}
+        object.__setattr__(self, "by_name", named)
+
+    @property
+    def live(self) -> list[str]:
+        return sorted(flag.key for flag in self.flags if flag.live)
+
+
+VLLM_FLAGS = FlagTable(FLAGS, FOREIGN_FLAGS, 8000)
+
+
+def table_of(engine: str) -> FlagTable:
+    if engine != "sglang":
+        return VLLM_FLAGS
+    from windtunnel.serve.sglang.flags import SGLANG_FLAGS
+
+    return SGLANG_FLAGS
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,8 +403,10 @@ def parse_args(args: Sequence[str]) -> ParsedFlags:
     values: dict[str, Any] = {}
     named: dict[str, str] = {}
     warnings: list[str] = []
-    for name, given in _with_file(list(_split(args))):
-        flag, value = _lookup(name, given)
+    told = list(_split(args))
+    table = table_of(_engine(told))
+    for name, given in _with_file(told, table):
+        flag, value = _lookup(name, given, table)
         if flag is None:
             warnings.append(f"--{name} is a flag of the real server that means nothing here: ignored")
             continue
@@ -388,10 +416,23 @@ def parse_args(args: Sequence[str]) -> ParsedFlags:
         values.update(_targets(flag, _parse(flag, f"--{name}", value)))
     if "model" not in values:
         raise UsageError("--model is missing: windtunnel serve --model NAME")
+    values.setdefault("port", table.default_port)
     return ParsedFlags(check(apply_values(ServeConfig(model=values["model"]), values)), tuple(warnings))
 
 
-def _with_file(given: Sequence[tuple[str, list[Any]]]) -> Sequence[tuple[str, list[Any]]]:
+Given = Sequence[tuple[str, list[Any]]]
+
+
+def _engine(given: Given) -> str:
+    """Which table is meant: the command line's or else the file's `engine`."""
+    files = [values for name, values in given if name == "config"]
+    named = [values for name, values in given if name == "engine"]
+    if not named and len(files) == 1 and len(files[0]) == 1:
+        named = [values for name, values in read_config_file(files[0][0]) if name == "engine"]
+    return str(named[-1][0]) if named and named[-1] else "vllm"
+
+
+def _with_file(given: Given, table: FlagTable) -> Given:
     """What `--config` names comes first, so that the command line beats it."""
     files = [values for name, values in given if name == "config"]
     if not files:
@@ -399,22 +440,23 @@ def _with_file(given: Sequence[tuple[str, list[Any]]]) -> Sequence[tuple[str, li
     if len(files) > 1 or len(files[0]) != 1:
         raise UsageError("--config takes one file: a YAML or TOML map of flag names to values")
     rest = [(name, values) for name, values in given if name != "config"]
-    told = {_BY_NAME[name].target for name, _ in rest if name in _BY_NAME}
-    return [*(item for item in read_config_file(files[0][0]) if _target(item[0]) not in told), *rest]
+    told = {table.by_name[name].target for name, _ in rest if name in table.by_name}
+    return [*(item for item in read_config_file(files[0][0]) if _target(item[0], table) not in told), *rest]
 
 
-def _target(name: str) -> str | None:
-    flag = _BY_NAME.get(name)
+def _target(name: str, table: FlagTable) -> str | None:
+    flag = table.by_name.get(name)
     return None if flag is None else flag.target
 
 
 def live_changes(config: ServeConfig, changes: Mapping[str, Any]) -> ServeConfig:
     """The configuration after a POST to `/admin/config`: all changes or, with UsageError, none."""
     values = {}
+    table = table_of(config.engine)
     for key, value in changes.items():
-        flag = _BY_NAME.get(key.replace("_", "-"))
+        flag = table.by_name.get(key.replace("_", "-"))
         if flag is None or not flag.live:
-            names = ", ".join(sorted(LIVE))
+            names = ", ".join(table.live)
             raise UsageError(f"{key}: not a setting that can be changed while the server runs; those are {names}")
         values[flag.target] = _parse(flag, key, value)
     return check(apply_values(config, values))
@@ -422,6 +464,24 @@ def live_changes(config: ServeConfig, changes: Mapping[str, Any]) -> ServeConfig
 
 def check(config: ServeConfig) -> ServeConfig:
     """What no single flag can see."""
+    if config.engine == "sglang":
+        from windtunnel.serve.sglang.flags import check_sglang
+
+        check_sglang(config)
+    else:
+        _check_vllm(config)
+    for name in config.faults:
+        _check_fault(name)
+    try:
+        check_kv_events(config.kv_events, config.data_parallel_size)
+    except ValueError as error:
+        raise UsageError(f"--kv-events-config: {error}") from None
+    if bool(config.ssl_certfile) != bool(config.ssl_keyfile):
+        raise UsageError("--ssl-certfile and --ssl-keyfile go together")
+    return config
+
+
+def _check_vllm(config: ServeConfig) -> None:
     scheduler = config.scheduler
     needed = -(-scheduler.max_model_len // scheduler.block_size) + 1
     if scheduler.num_gpu_blocks < needed:
@@ -435,15 +495,6 @@ def check(config: ServeConfig) -> ServeConfig:
         raise UsageError(
             f"--tensor-parallel-size {pacing.tensor_parallel} does not divide the {heads} heads of {pacing.gpu_model}"
         )
-    for name in config.faults:
-        _check_fault(name)
-    try:
-        check_kv_events(config.kv_events, config.data_parallel_size)
-    except ValueError as error:
-        raise UsageError(f"--kv-events-config: {error}") from None
-    if bool(config.ssl_certfile) != bool(config.ssl_keyfile):
-        raise UsageError("--ssl-certfile and --ssl-keyfile go together")
-    return config
 
 
 def _check_fault(text: str) -> None:
@@ -481,14 +532,15 @@ def _split(args: Sequence[str]) -> Iterable[tuple[str, list[str]]]:
         yield name.replace("_", "-"), values
 
 
-def _lookup(name: str, given: list[str]) -> tuple[Flag | None, Any]:
-    flag = _BY_NAME.get(name)
-    if flag is None and name.startswith("no-") and name[3:] in _BY_NAME and _BY_NAME[name[3:]].switch:
-        return _BY_NAME[name[3:]], False
+def _lookup(name: str, given: list[str], table: FlagTable) -> tuple[Flag | None, Any]:
+    flag = table.by_name.get(name)
+    positive = table.by_name.get(name.removeprefix("no-"))
+    if flag is None and positive is not None and positive.switch:
+        return positive, False
     if flag is None:
-        if name.partition(".")[0].removeprefix("no-") in FOREIGN_FLAGS:
+        if name.partition(".")[0].removeprefix("no-") in table.foreign:
             return None, None
-        near = get_close_matches(name, [*_BY_NAME, *FOREIGN_FLAGS], n=1)
+        near = get_close_matches(name, [*table.by_name, *table.foreign], n=1)
         raise UsageError(f"--{name} is not a flag" + (f"; did you mean --{near[0]}?" if near else ""))
     return flag, _value(flag, name, given)
 

@@ -16,9 +16,9 @@ from windtunnel.serve.failures import RETURN_ERROR
 from windtunnel.serve.http11 import LINE, ClientLine
 from windtunnel.serve.jobs import Job
 from windtunnel.serve.orca import ASKED as ORCA
-from windtunnel.serve.orca import load_header
+from windtunnel.serve.orca import Header, load_header
 from windtunnel.serve.planning import OFF_LOOP_BYTES, prepare
-from windtunnel.serve.seams import WriteFailed
+from windtunnel.serve.seams import Abort, WriteFailed
 from windtunnel.serve.streams import Answer, CollectedAnswer, StreamedAnswer
 from windtunnel.wire.family import Family, Generation, Usage, WireError
 from windtunnel.wire.output import ChoiceState
@@ -36,6 +36,8 @@ _LATE_REFUSALS = ("paused",)
 
 class GenerateRoute:
     """One family's endpoint."""
+
+    collected: type[CollectedAnswer] = CollectedAnswer
 
     def __init__(self, server: "Server", family: Family) -> None:
         self._server = server
@@ -71,14 +73,14 @@ class GenerateRoute:
         generation = self._family.plan(body, headers, server.env)
         if len(body) < OFF_LOOP_BYTES:
             return generation
-        hasher = server.engine.hasher if server.config.scheduler.enable_prefix_caching else None
+        hasher = server.flavour.hasher(server.engine) if server.config.scheduler.enable_prefix_caching else None
         return prepare(generation, hasher, server.sources.identity)
 
     async def _collect(self, generation: Generation, arrival_ns: int, scope: Scope, send: Send) -> None:
         line: ClientLine = scope[LINE]
         end = End(self._server.loop)
         choices = self._choices(generation, keep=True)
-        answer = CollectedAnswer(choices, self._usage(generation), end.set, _counted(generation))
+        answer = self.collected(choices, self._usage(generation), end.set, _counted(generation))
         answer.wants_metrics = self._wants_metrics(choices)
         error = generation.late_error
         if error is None:
@@ -94,8 +96,10 @@ class GenerateRoute:
             await send_bytes(send, error.status, self._family.error_body(error))
         else:
             body = self._family.body(generation, answer.results(), answer.usage)
-            report = load_header(header_of(scope, ORCA), generation.family, self._server.metrics.store)
-            await send_bytes(send, 200, body, headers=report)
+            await send_bytes(send, 200, body, headers=self._load_report(generation, scope))
+
+    def _load_report(self, generation: Generation, scope: Scope) -> list[Header]:
+        return load_header(header_of(scope, ORCA), generation.family, self._server.metrics.store)
 
     async def _stream(self, generation: Generation, arrival_ns: int, scope: Scope, send: Send) -> None:
         """The refusal of a single sequence is a status; everything found later is a frame (§2.8)."""
@@ -189,10 +193,14 @@ class End:
 class Departure:
     """What happens, once, when the client leaves: abort in the engine, drop later output, one log line."""
 
-    __slots__ = ("_answer", "_end", "_job", "_report", "_server")
+    __slots__ = ("_answer", "_drop", "_end", "_job", "_report", "_server")
 
-    def __init__(self, server: "Server", job: Job, answer: Answer, end: "End", report: WriteFailed) -> None:
+    def __init__(
+        self, server: "Server", job: Job, answer: Answer, end: "End", report: WriteFailed, drop: Abort | None = None
+    ) -> None:
+        """`drop` ends the engine requests; `Jobs.drop` without it."""
         self._server = server
+        self._drop = drop or server.jobs.drop
         self._job = job
         self._answer = answer
         self._end = end
@@ -202,7 +210,7 @@ class Departure:
         if not self._answer.open:
             return
         self._answer.abandon()
-        self._server.seams.disconnected(self._server.jobs.drop, self._job.request_ids)
+        self._server.seams.disconnected(self._drop, self._job.request_ids)
         self._job.settle()
         tokens = self._answer.usage.completion_tokens
         self._report(self._job.response_id, f"after {tokens} tokens" if tokens else "before the first token")

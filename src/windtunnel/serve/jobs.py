@@ -63,7 +63,7 @@ class ChoiceListener:
         if self._answer.wants_metrics:
             self._answer.usage.metrics = self._metrics.request_metrics_ms(self.request_id)
         self._answer.on_output(self._choice, output)
-        if error is not None:
+        if error is not None and error.failed:
             self._metrics.on_finished(self.request_id, FinishReason.ERROR, now_ns())
         elif finish_reason is not None:
             self._metrics.on_finished(self.request_id, finish_reason, now_ns())
@@ -167,13 +167,20 @@ class Jobs:
             ChoiceListener(request, answer, choice, self._driver, self._metrics, self._texts)
             for request, choice in zip(requests, choices, strict=True)
         ]
-        refusal = self._driver.submit(requests, listeners)
+        refusal = self._submit(requests, listeners)
         if refusal is not None:
             self._metrics.on_rejected(refusal.reason)
             return refusal
         job = Job(generation.response_id, listeners)
         self._live[id(job)] = job
         return job
+
+    def _submit(self, requests: Sequence[EngineRequest], listeners: Sequence[ChoiceListener]) -> Refusal | None:
+        """An id that is live can only come from a client that chooses its ids itself (SGLang's `rid`)."""
+        try:
+            return self._driver.submit(requests, listeners)
+        except ValueError as error:
+            return Refusal("invalid", str(error), 400, "BadRequestError")
 
     def end(self, job: Job) -> None:
         self._live.pop(id(job), None)
@@ -218,12 +225,11 @@ class Jobs:
     def _requests(self, generation: Generation, arrival_ns: int) -> Iterable[EngineRequest]:
         sampling = generation.sampling
         for prompt_index, prompt in enumerate(generation.prompts):
-            external = f"{generation.response_id}-{prompt_index}" if generation.indexed_ids else generation.response_id
-            parent = f"{external}-{self._new_suffix()}"
+            external, parent, names = self._ids(generation, prompt_index)
             delay_ns = self._arrival_delay_ns(len(prompt.token_ids))
-            for child in range(sampling.n):
+            for child, request_id in enumerate(names):
                 yield EngineRequest(
-                    request_id=f"{child}_{parent}" if sampling.n > 1 else parent,
+                    request_id=request_id,
                     prompt_token_ids=prompt.token_ids,
                     source=self._make_source(generation, prompt_index, child),
                     max_tokens=sampling.max_tokens,
@@ -241,8 +247,21 @@ class Jobs:
                     report_cached_blocks=_reports_cached_blocks(generation),
                     deferred_until_ns=arrival_ns + delay_ns if delay_ns else 0,
                     kv_transfer=generation.kv_transfer,
+                    bootstrap=generation.bootstrap[prompt_index] if generation.bootstrap else None,
+                    extra_key=generation.extra_key,
+                    routing_key=generation.routing_key,
                     tags={"external_id": external, "family": generation.family, "stream": str(generation.stream).lower()},
                 )
+
+    def _ids(self, generation: Generation, prompt_index: int) -> tuple[str, str, list[str]]:
+        """(what an operator calls the prompt, the prompt's id, the ids of its choices)."""
+        n = generation.sampling.n
+        if generation.engine_ids is not None:
+            given = generation.engine_ids[prompt_index]
+            return given, given, [given] if n == 1 else [f"{given}_{child}" for child in range(n)]
+        external = f"{generation.response_id}-{prompt_index}" if generation.indexed_ids else generation.response_id
+        parent = f"{external}-{self._new_suffix()}"
+        return external, parent, [parent] if n == 1 else [f"{child}_{parent}" for child in range(n)]
 
 
 def _reports_cached_blocks(generation: Generation) -> bool:

@@ -13,14 +13,13 @@ from windtunnel.core.history import RequestHistory
 from windtunnel.core.outputs import StepOutput
 from windtunnel.core.request import Lora
 from windtunnel.core.tokenizer import BuiltinTokenizer, Tokenizer
-from windtunnel.core.vllm.config import VllmEngineConfig
-from windtunnel.core.vllm.engine import VllmEngine
 from windtunnel.serve import asgi, failures
 from windtunnel.serve.clock import now_ns
 from windtunnel.serve.config import ServeConfig, UsageError, as_json
 from windtunnel.serve.driver import EngineDriver, StepObserver
-from windtunnel.serve.engines import arrival_delay_ns, engine_config, make_metrics, make_pacing, with_hash_seed
+from windtunnel.serve.engines import arrival_delay_ns, make_pacing, with_hash_seed
 from windtunnel.serve.flags import live_changes
+from windtunnel.serve.flavour import Flavour, flavour_of
 from windtunnel.serve.http11 import Cork
 from windtunnel.serve.jobs import Jobs
 from windtunnel.serve.keepalive import keep_alive
@@ -51,6 +50,7 @@ class Server:
     def __init__(self, config: ServeConfig, loop: asyncio.AbstractEventLoop) -> None:
         config = with_hash_seed(config)
         self.config = config
+        self.flavour: Flavour = flavour_of(config)
         self.loop = loop
         self.load = 0
         self.cork = Cork()
@@ -64,14 +64,14 @@ class Server:
         self.tokenizer = load_tokenizer(config)
         self.stored = StoredResponses(config.limits.stored_responses)
         self.background = BackgroundRuns(config.limits.stored_responses)
-        self.env = make_env(config, self.tokenizer, self.new_id, self.stored)
-        self.engines: tuple[VllmEngine, ...] = tuple(
-            self.seams.engine(VllmEngine(self._engine_config(config), make_pacing(config.pacing, chance)))
+        self.env = self.flavour.env(make_env(config, self.tokenizer, self.new_id, self.stored), config)
+        self.engines: tuple[Any, ...] = tuple(
+            self.seams.engine(self.flavour.engine(self._engine_config(config), make_pacing(config.pacing, chance), chance))
             for chance in self._chances
         )
         self._pacing = make_pacing(config.pacing, self._chances[0])
         self.history = RequestHistory(config.limits.history)
-        self.metrics = make_metrics(config, self.engine.config)
+        self.metrics: Any = self.flavour.metrics(config, self.engine.config)
         self.publishers = open_publishers(config, loop)
         self.driver = self._make_ranks()
         self.sources = SourceMaker(config.generation, self.tokenizer)
@@ -91,8 +91,8 @@ class Server:
         return f"{self._ids.getrandbits(64):016x}"
 
     @property
-    def engine(self) -> VllmEngine:
-        """Rank 0. Operator routes switch all ranks alike, so it also tells how they all are."""
+    def engine(self) -> Any:
+        """Rank 0, of the flavour's own class. Operator routes switch all ranks alike, so it also tells how they all are."""
         return self.engines[0]
 
     @property
@@ -103,7 +103,7 @@ class Server:
     @property
     def dead(self) -> bool:
         """An engine core has died; one is enough."""
-        return any(engine.control.death is not None for engine in self.engines)
+        return any(self.flavour.dead(engine) for engine in self.engines)
 
     @property
     def ready(self) -> bool:
@@ -163,9 +163,8 @@ class Server:
         ]
         return Ranks(drivers, balancer, self.metrics)
 
-    def _engine_config(self, config: ServeConfig) -> VllmEngineConfig:
-        changed: VllmEngineConfig = self.seams.engine_config(engine_config(config, self.tokenizer))
-        return changed
+    def _engine_config(self, config: ServeConfig) -> Any:
+        return self.seams.engine_config(self.flavour.engine_config(config, self.tokenizer))
 
     def _arrival_delay_ns(self, prompt_tokens: int) -> int:
         return arrival_delay_ns(self._pacing, prompt_tokens)

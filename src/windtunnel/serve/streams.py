@@ -72,15 +72,17 @@ class Answer:
         """One engine output of one choice. Returns after whatever it makes visible has been written."""
         if self._ended is None:
             return
-        if output.error is not None:
-            self.fail(WireError(output.error.message, output.error.status, output.error.kind))
+        reason, stop_reason, error = output.finish_reason, output.stop_reason, output.error
+        if error is not None and error.failed:
+            self.fail(WireError(error.message, error.status, error.kind))
             return
-        reason = output.finish_reason
+        if error is not None:
+            stop_reason = error.message
         self.usage.completion_tokens += len(output.token_ids)
         if output.cached_tokens and choice.prompt_index not in self._counted:
             self._counted.add(choice.prompt_index)
-            self.usage.count_cached(output.cached_tokens)
-        delta = choice.push(output.token_ids, reason and reason.value, output.stop_reason)
+            self.usage.count_cached(output.cached_tokens, choice.prompt_index)
+        delta = choice.push(output.token_ids, reason and reason.value, stop_reason)
         if delta is not None:
             if delta.finish_reason is not None:
                 self._unfinished -= 1

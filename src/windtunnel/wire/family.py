@@ -40,6 +40,7 @@ class Delta(NamedTuple):
     logprobs: tuple[TokenLogprob, ...] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    """What matched; the message, if the engine has given one, where the finish reason is `abort`."""
 
 
 @dataclass(slots=True)
@@ -55,10 +56,12 @@ class Usage:
     """Per-request timings in the order of vLLM reference §2.4, for `--enable-per-request-metrics` (n = 1 only)."""
     kv_transfer: Mapping[str, Any] | None = None
     """What the KV connector returned for the request."""
+    cached_by_prompt: dict[int, int] = field(default_factory=dict)
 
-    def count_cached(self, tokens: int) -> None:
+    def count_cached(self, tokens: int, prompt_index: int = 0) -> None:
         """Prompt tokens of one prompt that came from the prefix cache, and so were not written into it."""
         self.cached_tokens += tokens
+        self.cached_by_prompt[prompt_index] = tokens
         if self.created_cache_tokens is not None:
             self.created_cache_tokens = max(0, self.created_cache_tokens - tokens)
 
@@ -159,9 +162,13 @@ class Generation:
     """Shown in `/debug/requests`."""
     indexed_ids: bool = False
     """The engine's id of prompt `i` is `<response id>-<i>` (completions) and not the response id itself."""
+    engine_ids: Sequence[str] | None = None
+    """The engine's id of each prompt as it is, without a suffix (SGLang's rids); choice `j` of `n > 1` is `<id>_<j>`."""
     priority: int = 0
     lora: Lora | None = None
     cache_salt: str | None = None
+    extra_key: str | None = None
+    routing_key: str | None = None
     data_parallel_rank: int | None = None
     session_id: str | None = None
     stream_interval: int = 1

@@ -152,7 +152,7 @@ def _reset(server: Server, *, reset_running: bool) -> bool:
     """Every rank is asked; the answer is rank 0's, as in vLLM."""
     done = [engine.reset_prefix_cache(now_ns(), reset_running=reset_running) for engine in server.engines]
     server.driver.wake()
-    return done[0]
+    return bool(done[0])
 
 
 SCALE_OUT: tuple[Rule, ...] = (

@@ -73,6 +73,8 @@ def empty(_server: Server, _call: Call) -> Reply:
 class Simple:
     """An endpoint that answers from the server's state."""
 
+    error_body: Callable[[WireError], bytes] = staticmethod(error_body)
+
     def __init__(self, server: Server, rule: Rule) -> None:
         self._server = server
         self._rule = rule
@@ -88,7 +90,7 @@ class Simple:
         except ClientGone:
             return
         except WireError as error:
-            reply = Reply(error_body(error), error.status, JSON)
+            reply = Reply(self.error_body(error), error.status, JSON)
         except ValueError as error:
-            reply = Reply(error_body(WireError(f"query: {error}", kind="Bad Request")), 400, JSON)
+            reply = Reply(self.error_body(WireError(f"query: {error}", kind="Bad Request")), 400, JSON)
         await send_bytes(send, reply.status, reply.body, reply.content_type)

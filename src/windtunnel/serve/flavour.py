@@ -1,0 +1,70 @@
+"""The seam between the one server and the two it simulates: what of it is vLLM's and what is SGLang's.
+
+Everything else in `serve` (connections, driver, jobs, answers) is the same for both.
+"""
+
+import random
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from windtunnel.core.kv.hashing import BlockHasher
+from windtunnel.core.pacing import Pacing
+from windtunnel.core.tokenizer import Tokenizer
+from windtunnel.serve.asgi import Endpoint
+from windtunnel.serve.config import ServeConfig
+from windtunnel.wire.env import ServerEnv
+from windtunnel.wire.family import Family
+
+if TYPE_CHECKING:
+    from windtunnel.serve.operations.endpoint import Row
+    from windtunnel.serve.state import Server
+
+
+class Flavour(Protocol):
+    """Without state. Engines and metrics are of the flavour's own classes: only its own routes know more of them than
+    `core.engine.Engine` (with `reconfigure`, `freeze`, `kill`) and `serve.telemetry.Metrics` (with a `store`) say.
+    """
+
+    def engine_config(self, config: ServeConfig, tokenizer: Tokenizer) -> Any:
+        """What each rank's engine is told."""
+        ...
+
+    def engine(self, config: Any, pacing: Pacing, chance: random.Random) -> Any:
+        """The engine of one rank. `config` comes from `engine_config`."""
+        ...
+
+    def dead(self, engine: Any) -> bool: ...
+
+    def hasher(self, engine: Any) -> BlockHasher | None:
+        """What hashes the blocks of a long prompt beforehand, where the engine takes such hashes."""
+        ...
+
+    def metrics(self, config: ServeConfig, engine_config: Any) -> Any: ...
+
+    def env(self, env: ServerEnv, config: ServeConfig) -> ServerEnv:
+        """What the flavour's families know besides the common part."""
+        ...
+
+    def families(self, config: ServeConfig) -> Sequence[Family]: ...
+
+    def route(self, server: "Server", family: Family) -> Endpoint:
+        """The endpoint of a generating family."""
+        ...
+
+    def rows(self, server: "Server") -> "list[Row]":
+        """The routes that generate nothing, and further methods of those that do."""
+        ...
+
+    def middleware(self, server: "Server", app: Any) -> Any:
+        """What stands directly around the routes: HTTP metrics and API keys."""
+        ...
+
+
+def flavour_of(config: ServeConfig) -> Flavour:
+    if config.engine == "sglang":
+        from windtunnel.serve.sglang.flavour import SglangFlavour
+
+        return SglangFlavour()
+    from windtunnel.serve.vllm import VllmFlavour
+
+    return VllmFlavour()

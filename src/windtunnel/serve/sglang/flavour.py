@@ -1,0 +1,95 @@
+"""SGLang's side of the seam in `serve.flavour`: a unified worker."""
+
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+from starlette.middleware.cors import CORSMiddleware
+
+from windtunnel.core.pacing import Pacing
+from windtunnel.core.sglang.config import SglangEngineConfig
+from windtunnel.core.sglang.engine import SglangEngine
+from windtunnel.core.sglang.loop import SglangLoop
+from windtunnel.core.tokenizer import Tokenizer
+from windtunnel.serve.asgi import Endpoint
+from windtunnel.serve.config import ServeConfig
+from windtunnel.serve.operations.endpoint import Row
+from windtunnel.serve.sglang import operations
+from windtunnel.serve.sglang.engines import sglang_engine_config
+from windtunnel.serve.sglang.generate import SglangRoute
+from windtunnel.serve.sglang.middleware import SglangHttp, SglangKeys
+from windtunnel.serve.state import Server
+from windtunnel.wire.env import ServerEnv
+from windtunnel.wire.family import Family
+from windtunnel.wire.sglang import families
+from windtunnel.wire.sglang.env import SglangEnv
+from windtunnel.wire.sglang.metrics import SglangMetrics
+
+
+class SglangFlavour:
+    """A P/D worker overrides `engine` and `engine_type`."""
+
+    engine_type = "unified"
+
+    def engine_config(self, config: ServeConfig, tokenizer: Tokenizer) -> SglangEngineConfig:
+        return sglang_engine_config(config, tokenizer)
+
+    def engine(self, config: SglangEngineConfig, pacing: Pacing, chance: random.Random) -> SglangLoop:
+        return SglangEngine(config, pacing, chance)
+
+    def dead(self, engine: SglangLoop) -> bool:
+        return engine.dead is not None
+
+    def hasher(self, engine: SglangLoop) -> None:
+        """The radix cache compares tokens."""
+
+    def metrics(self, config: ServeConfig, engine_config: SglangEngineConfig) -> SglangMetrics:
+        settings = config.sglang
+        return SglangMetrics(
+            config.names[0],
+            config.data_parallel_size,
+            time.time,
+            engine_type=self.engine_type,
+            tp_ranks=range(settings.tp_size) if settings.enable_metrics_for_all_schedulers else (0,),
+            constants=constant_gauges(engine_config),
+        )
+
+    def env(self, env: ServerEnv, config: ServeConfig) -> ServerEnv:
+        """The same values, and those that SGLang's families need besides."""
+        common = {item.name: getattr(env, item.name) for item in fields(ServerEnv)}
+        settings = config.sglang
+        return SglangEnv(
+            **common,
+            enable_cache_report=settings.enable_cache_report,
+            incremental_output=settings.incremental_streaming_output,
+            weight_version=settings.weight_version,
+        )
+
+    def families(self, config: ServeConfig) -> Sequence[Family]:
+        return families()
+
+    def route(self, server: Server, family: Family) -> Endpoint:
+        return SglangRoute(server, family)
+
+    def rows(self, server: Server) -> list[Row]:
+        return operations.table(server)
+
+    def middleware(self, server: Server, app: Any) -> Any:
+        """CORS is open, as in SGLang."""
+        config = server.config
+        app = SglangHttp(app, server.metrics)
+        if config.api_keys or config.sglang.admin_api_key is not None:
+            app = SglangKeys(app, config.api_keys, config.sglang.admin_api_key, operations.ADMIN_PATHS)
+        return CORSMiddleware(app, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"], allow_credentials=True)
+
+
+def constant_gauges(config: SglangEngineConfig) -> Mapping[str, float]:
+    """Set once at start."""
+    return {
+        "max_total_num_tokens": config.capacity,
+        "page_size": config.page_size,
+        "num_pages": config.num_pages,
+        "context_len": config.context_length,
+    }

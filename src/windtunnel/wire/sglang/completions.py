@@ -1,0 +1,186 @@
+"""`/v1/completions` as SGLang writes it (SGLang reference §7.4)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from windtunnel.wire import http
+from windtunnel.wire.family import ChoiceResult, Delta, Generation, PromptPlan, StreamEncoder, Usage, WireError
+from windtunnel.wire.sglang import errors, requests
+from windtunnel.wire.sglang.env import SglangEnv
+from windtunnel.wire.sglang.native import result_ids, routed_values
+from windtunnel.wire.sglang.openai import (
+    DONE,
+    OpenAiRequest,
+    abort_events,
+    body_head,
+    chunk_head,
+    legacy_logprobs,
+    usage_value,
+    wants_usage,
+)
+from windtunnel.wire.vllm import chunks
+
+name = "sglang_completions"
+paths: Sequence[str] = ("/v1/completions",)
+waits_for_output = True
+"""The head of a stream waits for the engine's first output (§7.4)."""
+
+DEFAULT_MAX_TOKENS = 16
+error_body = errors.flat_body
+
+
+class CompletionRequest(OpenAiRequest):
+    prompt: str | list[int] | list[str] | list[list[int]]
+    echo: bool = False
+    logprobs: int | None = None
+    max_tokens: int | None = DEFAULT_MAX_TOKENS
+    suffix: str | None = None
+    json_schema: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionSpec:
+    env: SglangEnv
+    response_id: str
+    model: str
+    created: int
+    prompts: tuple[PromptPlan, ...]
+    n: int
+    echo: bool
+    logprobs: int | None
+    include_usage: bool
+    continuous_usage: bool
+
+
+def plan(body: bytes, headers: Mapping[str, str], env: SglangEnv) -> Generation:
+    """Read, validate and tokenise. Raises WireError for everything found before the head."""
+    request = errors.read_model(CompletionRequest, body, headers)
+    values = _prompts(request.prompt)
+    planned = tuple(requests.prompt_of(value, env) for value in values)
+    requests.check_ranges(request.sampling_values(request.max_tokens))
+    routed = requests.routing(request, headers, len(planned), env, request.model)
+    limit = requests.output_limit(request.max_tokens, planned, env)
+    usage, continuous = wants_usage(request.stream_options)
+    spec = CompletionSpec(
+        env=env,
+        response_id=result_ids(routed.rids, request.n or 1)[0],
+        model=request.model or env.served_models[0],
+        created=env.now_s(),
+        prompts=planned,
+        n=request.n or 1,
+        echo=request.echo,
+        logprobs=request.logprobs,
+        include_usage=usage,
+        continuous_usage=continuous,
+    )
+    return Generation(
+        spec=spec,
+        response_id=spec.response_id,
+        model=spec.model,
+        prompts=planned,
+        sampling=requests.sampling_plan(request, limit, min_tokens=request.min_tokens, logprobs=request.logprobs, env=env),
+        stream=bool(request.stream),
+        family=name,
+        engine_ids=routed.rids,
+        answer_text=requests.wanted_text(request, planned, env, request.response_format),
+        stream_interval=env.stream_interval,
+        **routed_values(routed),
+    )
+
+
+def _prompts(prompt: Any) -> list[Any]:
+    if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
+        return [prompt]
+    if not 1 <= len(prompt) <= requests.MAX_BATCH:
+        raise WireError(f"prompt must be a text, token ids, or a list of 1 to {requests.MAX_BATCH} of those")
+    return list(prompt)
+
+
+def encoder(generation: Generation) -> StreamEncoder:
+    return CompletionEncoder(generation.spec)
+
+
+class CompletionEncoder:
+    """Frames of one stream. Mutable: counts and text offsets, and whether the prompt has been echoed, per choice."""
+
+    __slots__ = ("_counts", "_heads", "_offsets", "_plain", "_spec", "_tail", "_top", "_usage")
+
+    def __init__(self, spec: CompletionSpec) -> None:
+        total = spec.n * len(spec.prompts)
+        self._spec = spec
+        self._top = chunk_head(spec.response_id, "text_completion", spec.created, spec.model)
+        self._heads = [b'%b"choices":[{"index":%d,"text":' % (self._top, index) for index in range(total)]
+        self._tail = b',"logprobs":null,"finish_reason":null,"matched_stop":null}],"usage":null}\n\n'
+        self._plain = spec.logprobs is None and not spec.continuous_usage
+        self._counts = [0] * total
+        self._offsets: list[int | None] = [None] * total
+        self._usage: Usage | None = None
+
+    def delta(self, delta: Delta, usage: Usage) -> bytes:
+        spec, index = self._spec, delta.index
+        self._usage = usage
+        self._counts[index] += len(delta.token_ids)
+        first, offset = self._offsets[index] is None, self._offsets[index] or 0
+        text = echoed(spec, index, delta.text) if first and spec.echo else delta.text
+        self._offsets[index] = offset + len(text)
+        choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None}
+        if spec.logprobs is not None:
+            choice["logprobs"] = legacy_logprobs(delta.logprobs or (), offset)
+        choice |= finish_members(delta)
+        told = None
+        if spec.continuous_usage:
+            prompt_tokens = len(spec.prompts[index // spec.n].token_ids)
+            told = usage_value(prompt_tokens, self._counts[index], usage.cached_by_prompt.get(index // spec.n, 0), spec.env)
+        return b"%b%b\n\n" % (self._top, http.dumps({"choices": [choice], "usage": told})[1:])
+
+    def plain(self, index: int) -> tuple[bytes, bytes] | None:
+        return (self._heads[index], self._tail) if self._plain and self._offsets[index] is not None else None
+
+    def close(self, usage: Usage) -> bytes:
+        return usage_event(self._top, self._spec, usage) + DONE
+
+    def error(self, error: WireError) -> bytes:
+        return abort_events(error) + usage_event(self._top, self._spec, self._usage) + DONE
+
+
+def usage_event(top: bytes, spec: Any, usage: Usage | None) -> bytes:
+    """The event with no choices, when it was asked for."""
+    if not spec.include_usage:
+        return b""
+    told = usage or Usage(sum(len(prompt.token_ids) for prompt in spec.prompts), 0)
+    value = usage_value(told.prompt_tokens, told.completion_tokens, told.cached_tokens, spec.env)
+    return b'%b"choices":[],"usage":%b}\n\n' % (top, http.dumps(value))
+
+
+def finish_members(part: Delta | ChoiceResult) -> dict[str, Any]:
+    """`finish_reason` and `matched_stop`; what an abort says is not a stop."""
+    matched = part.stop_reason if part.finish_reason == "stop" else None
+    return {"finish_reason": part.finish_reason, "matched_stop": matched}
+
+
+def echoed(spec: CompletionSpec, index: int, text: str) -> str:
+    prompt = spec.prompts[index // spec.n]
+    before = spec.env.tokenizer.decode(prompt.token_ids, skip_special_tokens=True) if prompt.text is None else prompt.text
+    return before + text
+
+
+def body(generation: Generation, choices: Sequence[ChoiceResult], usage: Usage) -> bytes:
+    """The JSON of an answer that is not streamed."""
+    spec: CompletionSpec = generation.spec
+    head = body_head(spec.response_id, "text_completion", spec.created, spec.model)
+    value = usage_value(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, spec.env)
+    metadata = {"weight_version": spec.env.weight_version}
+    return http.dumps(head | {"choices": [_choice(spec, one) for one in choices], "usage": value, "metadata": metadata})
+
+
+def _choice(spec: CompletionSpec, result: ChoiceResult) -> dict[str, Any]:
+    logprobs = None
+    if spec.logprobs is not None:
+        entries = list(result.logprobs or ())
+        if spec.echo:
+            prompt = spec.prompts[result.prompt_index]
+            entries = chunks.prompt_entries(prompt.token_ids, spec.logprobs, spec.env.tokenizer) + entries
+        logprobs = legacy_logprobs(entries, 0)
+    text = echoed(spec, result.index, result.text) if spec.echo else result.text
+    return {"index": result.index, "text": text, "logprobs": logprobs} | finish_members(result)

@@ -1,0 +1,329 @@
+"""The metrics of an SGLang server: one table, and the folds that feed it (SGLang reference §6, Appendix A).
+
+Three parts of the real server write them, each with labels of its own:
+
+* The scheduler: gauges and token counters move only with a report of the engine (`StepStats`; `core.sglang.reports` says when),
+  so they stand still between two reports, whatever happens. Queue times come with the requests.
+* The tokenizer manager: latencies with each output, counts when a request ends, aborts when they are sent.
+* The HTTP layer: `SglangHttp` counts requests as they come and responses as they begin.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from windtunnel.core.lifecycle import Event, Transition
+from windtunnel.core.outputs import FinishReason, StepOutput, StepStats, TokenOutput
+from windtunnel.core.request import EngineRequest
+from windtunnel.core.units import S
+from windtunnel.wire.metrics import Family, Kind, MetricSpec, Store, Value
+
+PREFIX = "sglang:"
+TOKENIZER_LABELS = ("model_name", "engine_type")
+SCHEDULER_LABELS = ("model_name", "engine_type", "tp_rank", "pp_rank", "moe_ep_rank")
+
+# fmt: off
+QUEUE_BUCKETS = (
+    0, 0.001, 0.005, 0.01, 0.05, 0.1, 0.2, 0.5, 1, 2, 3, 4, 5, 10, 15, 20, 30, 40, 50, 60, 70, 80, 90, 100, 200, 300, 400, 500,
+    600, 700, 800, 900, 1000, 1200, 1400, 1600, 1800, 2000, 2500, 3000,
+)
+STAGE_BUCKETS = tuple(0.001 * 1.62**power for power in range(30))
+TTFT_BUCKETS = (0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 80, 100, 200, 400)
+TOKEN_BUCKETS = (
+    0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.025, 0.03, 0.035, 0.04, 0.06, 0.08, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8,
+)
+E2E_BUCKETS = (0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 80, 100, 200, 400, 600, 1200, 1800, 2400)
+_KV_RELEASE_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30, 60)
+_SPEED_BUCKETS = (0.1, 0.5, 1, 5, 10, 25, 50, 100, 200, 400)
+_LATENCY_MS_BUCKETS = (1, 2, 5, 10, 25, 50, 100, 250, 500, 1000, 2500, 5000)
+_TOTAL_MB_BUCKETS = (1, 5, 10, 50, 100, 500, 1000, 5000, 10000)
+_LOADS_BUCKETS = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1)
+# fmt: on
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One metric of the table. `labels` come after the common ones; `start`: label values that exist from the start."""
+
+    name: str
+    kind: Kind
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+    start: tuple[str, ...] = ()
+
+
+def _gauge(name: str, text: str) -> Row:
+    return Row(name, "gauge", text)
+
+
+def _counter(name: str, text: str, label: str | None = None, start: tuple[str, ...] = ()) -> Row:
+    """`name` is without `_total`, which the text form adds."""
+    return Row(name, "counter", text, () if label is None else (label,), start=start)
+
+
+SCHEDULER_ROWS: tuple[Row, ...] = (
+    _gauge("num_running_reqs", "Running requests, as the last report said"),
+    _gauge("num_queue_reqs", "Requests in the waiting queue"),
+    _gauge("num_grammar_queue_reqs", "Requests that wait for their grammar"),
+    _gauge("num_paused_reqs", "Requests held by a pause"),
+    _gauge("num_retracted_reqs", "Retracted requests that wait"),
+    _gauge("token_usage", "Share of the fullest KV pool in use, two decimals"),
+    _gauge("full_token_usage", "Share of the KV pool in use"),
+    _gauge("num_used_tokens", "Tokens in use in the KV pool"),
+    _gauge("kv_available_tokens", "Free tokens of the KV pool"),
+    _gauge("kv_evictable_tokens", "Cached tokens that nobody uses"),
+    _gauge("kv_used_tokens", "Tokens of the KV pool that requests hold"),
+    _gauge("cache_hit_rate", "Cached share of the prompt tokens of the last prefill report"),
+    _gauge("gen_throughput", "Generated tokens per second since the report before"),
+    _gauge("utilization", "Running requests by what is possible; -1 on a prefill worker"),
+    _gauge("new_token_ratio", "Share of the possible output that admission reserves"),
+    _gauge("decode_sum_seq_lens", "Tokens of all running sequences"),
+    _gauge("max_total_num_tokens", "Size of the KV pool in tokens"),
+    _gauge("page_size", "Tokens in a page"),
+    _gauge("num_pages", "Pages of the KV pool"),
+    _gauge("context_len", "Context window in tokens"),
+    _gauge("pending_prealloc_token_usage", "Share of the KV pool that requests wait for"),
+    _gauge("prealloc_full_token_usage", "Share of the KV pool held by requests that do not run yet"),
+    _counter("num_retracted_requests", "Retractions"),
+    _counter("realtime_tokens", "Tokens by what was done with them", "mode", ("prefill_compute", "prefill_cache", "decode")),
+    Row("queue_time_seconds", "histogram", "From queued to scheduled", buckets=QUEUE_BUCKETS),
+    Row("per_stage_req_latency_seconds", "histogram", "Time in each stage of a request", ("stage",), STAGE_BUCKETS),
+)
+
+DISAGG_GAUGES: Mapping[str, tuple[tuple[str, str], ...]] = {
+    "prefill": (
+        ("num_prefill_bootstrap_queue_reqs", "Bootstrap queue"),
+        ("num_prefill_inflight_queue_reqs", "Requests whose KV is being sent"),
+    ),
+    "decode": (
+        ("num_decode_prealloc_queue_reqs", "Prealloc queue, pending ones included"),
+        ("num_decode_transfer_queue_reqs", "Requests whose KV is being received"),
+        ("num_decode_deferred_kv_release_reqs", "Failed requests whose pages are still held"),
+    ),
+}
+
+DISAGG_ROWS: tuple[Row, ...] = (
+    _counter("num_bootstrap_failed_reqs", "Failures in the bootstrap queue or handshake"),
+    _counter("num_transfer_failed_reqs", "Failures in the inflight or transfer queue, aborts included"),
+    _counter("num_prefill_retries", "Optimistic prefills that were tried again"),
+    Row("kv_transfer_speed_gb_s", "histogram", "Speed of each transfer", buckets=_SPEED_BUCKETS),
+    Row("kv_transfer_latency_ms", "histogram", "From the first enqueue to success", buckets=_LATENCY_MS_BUCKETS),
+    Row("kv_transfer_bootstrap_ms", "histogram", "Time in the bootstrap queue", buckets=_LATENCY_MS_BUCKETS[:-1]),
+    Row("kv_transfer_alloc_ms", "histogram", "Time until the decode had pages", buckets=_LATENCY_MS_BUCKETS[:-1]),
+    Row("kv_transfer_total_mb", "histogram", "Size of each transfer", buckets=_TOTAL_MB_BUCKETS),
+    Row("decode_deferred_kv_release_seconds", "histogram", "How long pages were held", buckets=_KV_RELEASE_BUCKETS),
+    _counter("decode_deferred_kv_release", "Ends of such holds", "outcome", ("drained", "timeout", "error")),
+)
+
+TOKENIZER_ROWS: tuple[Row, ...] = (
+    _counter("prompt_tokens", "Prompt tokens of finished requests", "is_streaming"),
+    _counter("generation_tokens", "Generated tokens of finished requests", "is_streaming"),
+    _counter("cached_tokens", "Prompt tokens that came from a cache", "cache_source", ("device",)),
+    _counter("num_requests", "Finished requests", "is_streaming"),
+    _counter("num_aborted_requests", "Aborts sent to the scheduler"),
+    Row("time_to_first_token_seconds", "histogram", "From arrival to the first output", ("is_streaming",), TTFT_BUCKETS),
+    Row("inter_token_latency_seconds", "histogram", "From one output of a request to its next", (), TOKEN_BUCKETS),
+    Row("request_time_per_output_token_seconds", "histogram", "Mean time per token", ("is_streaming",), TOKEN_BUCKETS),
+    Row("e2e_request_latency_seconds", "histogram", "From arrival to the end", ("is_streaming",), E2E_BUCKETS),
+    Row("get_loads_duration_seconds", "histogram", "Duration of /v1/loads", (), _LOADS_BUCKETS),
+)
+
+HTTP_ROWS: tuple[Row, ...] = (
+    _counter("http_requests", "Requests by endpoint and method"),
+    _counter("http_responses", "Responses by endpoint, status and method"),
+    _gauge("http_requests_active", "Requests at work"),
+)
+_HTTP_LABELS = {"http_responses": ("endpoint", "status_code", "method")}
+
+
+@dataclass(slots=True)
+class _Life:
+    """The times of one live request. Owned by the metrics."""
+
+    rank: int
+    prompt_tokens: int
+    streaming: str
+    arrival_ns: int
+    stage_ns: int
+    first_ns: int | None = None
+    last_ns: int = 0
+    generated: int = 0
+    cached: int = 0
+
+
+class SglangMetrics:
+    """Fed by `serve`; see `serve.telemetry.Metrics`. Owned by one thread."""
+
+    def __init__(
+        self,
+        model_name: str,
+        ranks: int,
+        clock_s: Callable[[], float],
+        *,
+        engine_type: str = "unified",
+        tp_ranks: Sequence[int] = (0,),
+        constants: Mapping[str, float] | None = None,
+        renamed: Mapping[str, str] | None = None,
+    ) -> None:
+        """`constants`: gauges that never move. `renamed`: gauge names of an older release, by their present ones."""
+        self.store = Store(clock_s)
+        self._tokenizer = (model_name, engine_type)
+        self._dp = ("dp_rank",) if ranks > 1 else ()
+        self._scheduler = [
+            [self._scheduler_labels(model_name, engine_type, tp_rank, rank) for tp_rank in tp_ranks] for rank in range(ranks)
+        ]
+        self._families: dict[str, Family[Any]] = {}
+        self._names = dict(renamed or {})
+        self._live: dict[str, _Life] = {}
+        self._reported: list[Mapping[str, float]] = [{} for _ in range(ranks)]
+        self._add_scheduler(engine_type)
+        for row in TOKENIZER_ROWS:
+            self._add(row, (*TOKENIZER_LABELS, *row.labels), [self._tokenizer])
+        self._http = {row.name: self._add(row, _HTTP_LABELS.get(row.name, ("endpoint", "method")), []) for row in HTTP_ROWS}
+        for rank in range(ranks):
+            self.set_gauges(rank, constants or {})
+
+    def _scheduler_labels(self, model_name: str, engine_type: str, tp_rank: int, rank: int) -> tuple[str, ...]:
+        return (model_name, engine_type, str(tp_rank), "0", "0", *([str(rank)] if self._dp else ()))
+
+    def _add_scheduler(self, engine_type: str) -> None:
+        children = [labels for rank in self._scheduler for labels in rank]
+        rows = list(SCHEDULER_ROWS)
+        if engine_type != "unified":
+            named = DISAGG_GAUGES.get(engine_type, ())
+            rows += [_gauge(self._names.get(name, name), text) for name, text in named] + list(DISAGG_ROWS)
+        for row in rows:
+            self._add(row, (*SCHEDULER_LABELS, *self._dp, *row.labels), children)
+
+    def _add(self, row: Row, labels: tuple[str, ...], children: Sequence[tuple[str, ...]]) -> Family[Any]:
+        """Add a family. Children without labels of their own exist from the start, so that a dashboard finds a zero."""
+        spec = MetricSpec(PREFIX + row.name, row.kind, row.help, labels, row.buckets)
+        family: Family[Any] = self.store.histograms(spec) if row.kind == "histogram" else self.store.values(spec)
+        for common in children:
+            for value in row.start or ([] if row.labels else [None]):
+                family.child(*common, *([] if value is None else [value]))
+        self._families[row.name] = family
+        return family
+
+    # The scheduler
+
+    def set_gauges(self, rank: int, values: Mapping[str, float]) -> None:
+        """Gauges by stem; a stem that the table does not know is left out."""
+        for name, value in values.items():
+            family = self._families.get(self._names.get(name, name))
+            if family is not None and family.spec.kind == "gauge":
+                for labels in self._scheduler[rank]:
+                    family.child(*labels).value = float(value)
+
+    def count(self, rank: int, name: str, amount: float, *labels: str) -> None:
+        """Add to a counter of the scheduler, on all its tensor-parallel ranks."""
+        for common in self._scheduler[rank]:
+            self._families[name].child(*common, *labels).inc(amount)
+
+    def observe(self, rank: int, name: str, value: float, *labels: str) -> None:
+        """One observation of a histogram of the scheduler."""
+        for common in self._scheduler[rank]:
+            self._families[name].child(*common, *labels).observe(value)
+
+    def on_step(self, rank: int, step: StepOutput, now_ns: int) -> None:
+        for transition in step.transitions:
+            life = self._live.get(transition.request_id)
+            if life is not None:
+                self._fold(life, transition)
+        if step.stats is not None:
+            self._report(rank, step.stats)
+        for output in step.outputs:
+            life = self._live.get(output.request_id)
+            if life is not None and output.token_ids:
+                self._output(life, output, step.at_ns)
+
+    def reported(self, rank: int) -> Mapping[str, float]:
+        """The gauges of the last report, by stem."""
+        return self._reported[rank]
+
+    def _report(self, rank: int, stats: StepStats) -> None:
+        told = {"num_running_reqs": stats.running, "num_queue_reqs": stats.waiting}
+        self._reported[rank] = {**told, **stats.extra}
+        self.set_gauges(rank, self._reported[rank])
+        moved = {"prefill_compute": stats.prefill_tokens, "prefill_cache": stats.prefix_hits, "decode": stats.decode_tokens}
+        for mode, tokens in moved.items():
+            self.count(rank, "realtime_tokens", tokens, mode)
+        self.count(rank, "num_retracted_requests", stats.preemptions)
+
+    def _fold(self, life: _Life, transition: Transition) -> None:
+        """Queue time and the stages of a prefill."""
+        spent_s = (transition.at_ns - life.stage_ns) / S
+        if transition.event is Event.SCHEDULE:
+            self.observe(life.rank, "queue_time_seconds", spent_s)
+            self.observe(life.rank, "per_stage_req_latency_seconds", spent_s, "prefill_waiting")
+        elif transition.event is Event.FIRST_TOKEN:
+            self.observe(life.rank, "per_stage_req_latency_seconds", spent_s, "prefill_forward")
+        life.stage_ns = transition.at_ns
+
+    # The tokenizer manager
+
+    def on_submitted(self, rank: int, requests: Sequence[EngineRequest]) -> None:
+        for request in requests:
+            streaming = str(request.tags.get("stream") == "true")
+            tokens, at_ns = len(request.prompt_token_ids), request.arrival_ns
+            self._live[request.request_id] = _Life(rank, tokens, streaming, at_ns, at_ns)
+
+    def on_rejected(self, reason: str) -> None:
+        """SGLang has no counter for refusals."""
+
+    def _output(self, life: _Life, output: TokenOutput, at_ns: int) -> None:
+        count = len(output.token_ids)
+        if life.first_ns is None:
+            life.first_ns, life.cached = at_ns, output.cached_tokens
+            self._tokenizer_child("time_to_first_token_seconds", life.streaming).observe((at_ns - life.arrival_ns) / S)
+        else:
+            self._tokenizer_child("inter_token_latency_seconds").observe((at_ns - life.last_ns) / S / count, count)
+        life.last_ns = at_ns
+        life.generated += count
+
+    def on_finished(self, request_id: str, reason: FinishReason, now_ns: int) -> None:
+        life = self._live.pop(request_id, None)
+        if life is None:
+            return
+        took_s = (now_ns - life.arrival_ns) / S
+        self._tokenizer_child("prompt_tokens", life.streaming).inc(life.prompt_tokens)
+        self._tokenizer_child("generation_tokens", life.streaming).inc(life.generated)
+        self._tokenizer_child("cached_tokens", "device").inc(life.cached)
+        self._tokenizer_child("num_requests", life.streaming).inc()
+        self._tokenizer_child("e2e_request_latency_seconds", life.streaming).observe(took_s)
+        if life.generated:
+            self._tokenizer_child("request_time_per_output_token_seconds", life.streaming).observe(took_s / life.generated)
+
+    def on_dropped(self, request_ids: Iterable[str]) -> None:
+        """The client has gone: its live requests are aborted, and that is all that is counted."""
+        self.on_aborts(sum(self._live.pop(request_id, None) is not None for request_id in request_ids))
+
+    def on_aborts(self, count: int) -> None:
+        self._tokenizer_child("num_aborted_requests").inc(count)
+
+    def on_loads(self, duration_s: float) -> None:
+        self._tokenizer_child("get_loads_duration_seconds").observe(duration_s)
+
+    def request_metrics_ms(self, request_id: str) -> None:
+        """SGLang's timings are in `meta_info`."""
+
+    def _tokenizer_child(self, name: str, *labels: str) -> Any:
+        return self._families[name].child(*self._tokenizer, *labels)
+
+    # The HTTP layer
+
+    def on_http_begin(self, endpoint: str, method: str) -> None:
+        self._http["http_requests"].child(endpoint, method).inc()
+        self._active(endpoint, method).inc()
+
+    def on_http_status(self, endpoint: str, method: str, status: int) -> None:
+        """The head of a response: a stream that later carries an error is a 200."""
+        self._http["http_responses"].child(endpoint, str(status), method).inc()
+
+    def on_http_end(self, endpoint: str, method: str) -> None:
+        self._active(endpoint, method).inc(-1)
+
+    def _active(self, endpoint: str, method: str) -> Value:
+        child: Value = self._http["http_requests_active"].child(endpoint, method)
+        return child

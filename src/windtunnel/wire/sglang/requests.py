@@ -1,0 +1,240 @@
+"""What all SGLang request bodies share: ids, adapters, rank, bootstrap fields, sampling (SGLang reference §7.2, §7.4)."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from windtunnel.core.request import Lora
+from windtunnel.wire.family import PromptPlan, SamplingPlan, WireError
+from windtunnel.wire.sglang.env import SglangEnv
+from windtunnel.wire.vllm import fields, prompts, structured
+
+MAX_BATCH = 1024
+"""Prompts in one request; the real server has no limit."""
+MAX_N = 1024
+Bootstrap = tuple[str, int | None, int]
+T = TypeVar("T")
+
+
+class RoutingFields(fields.OpenModel):
+    """Fields that every endpoint takes; lists of them belong to batches."""
+
+    rid: str | list[str] | None = None
+    extra_key: str | list[str] | None = None
+    cache_salt: str | list[str] | None = None
+    priority: int | None = None
+    lora_path: str | list[str | None] | None = None
+    session_id: str | None = None
+    session_params: dict[str, Any] | list[dict[str, Any]] | None = None
+    bootstrap_host: str | list[str] | None = None
+    bootstrap_port: int | list[int | None] | None = None
+    bootstrap_room: int | list[int] | None = None
+    routed_dp_rank: int | None = None
+    data_parallel_rank: int | None = None
+    disagg_prefill_dp_rank: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """One value for all prompts, except for the ids and the bootstrap triples."""
+
+    rids: tuple[str, ...]
+    lora: Lora | None
+    rank: int | None
+    bootstrap: tuple[Bootstrap, ...] | None
+    priority: int
+    cache_salt: str | None
+    extra_key: str | None
+    routing_key: str | None
+    session_id: str | None
+
+
+def routing(
+    request: RoutingFields, headers: Mapping[str, str], count: int, env: SglangEnv, model: str | None = None
+) -> Routing:
+    """Raises the 400 for what does not fit the batch or the server."""
+    session = request.session_params if isinstance(request.session_params, dict) else {}
+    return Routing(
+        rids=_rids(request.rid, count, env),
+        lora=_lora(request.lora_path, model, env),
+        rank=_rank(request, headers, env),
+        bootstrap=_bootstrap(request, count),
+        priority=request.priority or 0,
+        cache_salt=_first(request.cache_salt),
+        extra_key=_first(request.extra_key),
+        routing_key=headers.get("x-smg-routing-key"),
+        session_id=request.session_id or session.get("id"),
+    )
+
+
+def new_rid(env: SglangEnv) -> str:
+    """32 hex digits, as SGLang makes them."""
+    return env.new_id() + env.new_id()
+
+
+def _rids(given: str | list[str] | None, count: int, env: SglangEnv) -> tuple[str, ...]:
+    """A single id of a batch gets `_0`, `_1`, … appended."""
+    if isinstance(given, list):
+        if len(given) != count:
+            raise WireError(f"rid has {len(given)} entries: a batch of {count} needs as many")
+        if len(set(given)) != count:
+            raise WireError("rid has the same id twice: ids of a batch must differ")
+        return tuple(given)
+    base = given or new_rid(env)
+    return (base,) if count == 1 else tuple(f"{base}_{index}" for index in range(count))
+
+
+def _lora(path: str | list[str | None] | None, model: str | None, env: SglangEnv) -> Lora | None:
+    """`lora_path` names a loaded adapter; so does `base:adapter` as the model."""
+    name = path[0] if isinstance(path, list) else path
+    if name is None and model and model not in env.served_models and ":" in model:
+        name = model.partition(":")[2]
+    if not name:
+        return None
+    lora = env.loras.get(name)
+    if lora is None:
+        loaded = ", ".join(env.loras) or "none"
+        raise WireError(f"LoRA adapter {name!r} is not loaded. Loaded adapters: {loaded}.")
+    return lora
+
+
+def _rank(request: RoutingFields, headers: Mapping[str, str], env: SglangEnv) -> int | None:
+    header = headers.get("x-data-parallel-rank")
+    rank = int(header) if header and header.isdigit() else request.routed_dp_rank
+    rank = request.data_parallel_rank if rank is None else rank
+    if rank is not None and not 0 <= rank < env.data_parallel_size:
+        raise WireError(f"routed_dp_rank is {rank}: must be in [0, {env.data_parallel_size})")
+    return rank
+
+
+def _bootstrap(request: RoutingFields, count: int) -> tuple[Bootstrap, ...] | None:
+    """One triple for each prompt; the rooms of a batch count up from a single one."""
+    if request.bootstrap_host is None or request.bootstrap_room is None:
+        return None
+    room = request.bootstrap_room
+    rooms = room if isinstance(room, list) else [room + index for index in range(count)]
+    if len(rooms) != count:
+        raise WireError(f"bootstrap_room has {len(rooms)} entries: a batch of {count} needs as many")
+    hosts = _spread("bootstrap_host", request.bootstrap_host, count)
+    ports = _spread("bootstrap_port", request.bootstrap_port, count)
+    return tuple(zip(hosts, ports, rooms, strict=True))
+
+
+def _spread(name: str, value: T | list[T], count: int) -> list[T]:
+    spread = value if isinstance(value, list) else [value] * count
+    if len(spread) != count:
+        raise WireError(f"{name} has {len(spread)} entries: a batch of {count} needs as many")
+    return spread
+
+
+def _first(value: T | list[T] | None) -> T | None:
+    return (value[0] if value else None) if isinstance(value, list) else value
+
+
+def prompt_of(value: str | Sequence[int], env: SglangEnv, *, special: bool = True) -> PromptPlan:
+    """Tokenise one prompt. Raises the 400 for one that cannot be."""
+    if isinstance(value, str):
+        planned = prompts.from_text(value, env, add_special_tokens=special)
+    else:
+        planned = prompts.from_token_ids(value, env)
+    if not planned.token_ids:
+        raise WireError("The prompt is empty: it needs at least one token.")
+    highest = max(planned.token_ids)
+    if highest >= env.vocabulary:
+        raise WireError(f"input_ids holds {highest}: this model has token ids below {env.vocabulary}")
+    return planned
+
+
+def room_of(planned: Sequence[PromptPlan], env: SglangEnv) -> int:
+    """Output tokens that the longest prompt leaves; raises the 400 when there is no room for any."""
+    longest = max(len(prompt.token_ids) for prompt in planned)
+    room = env.max_model_len - longest
+    if room < 1:
+        raise WireError(f"The input ({longest} tokens) is longer than the model's context length ({env.max_model_len} tokens).")
+    return room
+
+
+def output_limit(asked: int | None, planned: Sequence[PromptPlan], env: SglangEnv) -> int:
+    """`max_new_tokens`: what was asked for, or all that is left. More than fits is a 400 (no truncation is asked for)."""
+    room = room_of(planned, env)
+    if asked is None:
+        return room
+    if asked > room:
+        raise WireError(
+            f"Requested token count exceeds the model's maximum context length of {env.max_model_len} tokens: "
+            f"{env.max_model_len - room} tokens of input and {asked} of output."
+        )
+    return asked
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    field: str
+    ok: Callable[[Any], bool]
+    must: str
+
+
+_RULES = (
+    _Rule("temperature", lambda v: v >= 0, "at least 0"),
+    _Rule("top_p", lambda v: 0 < v <= 1, "in (0, 1]"),
+    _Rule("min_p", lambda v: 0 <= v <= 1, "in [0, 1]"),
+    _Rule("top_k", lambda v: v == -1 or v >= 1, "-1 (off) or at least 1"),
+    _Rule("frequency_penalty", lambda v: -2 <= v <= 2, "in [-2, 2]"),
+    _Rule("presence_penalty", lambda v: -2 <= v <= 2, "in [-2, 2]"),
+    _Rule("repetition_penalty", lambda v: 0 < v <= 2, "in (0, 2]"),
+    _Rule("max_new_tokens", lambda v: v >= 1, "at least 1"),
+    _Rule("min_new_tokens", lambda v: v >= 0, "at least 0"),
+    _Rule("n", lambda v: 1 <= v <= MAX_N, f"in [1, {MAX_N}]"),
+)
+
+
+def check_ranges(values: Mapping[str, Any]) -> None:
+    """Raises the 400 of the first value out of range. Keys are SGLang's own sampling names; None is "not given"."""
+    for rule in _RULES:
+        value = values.get(rule.field)
+        if value is not None and not rule.ok(value):
+            raise WireError(f"{rule.field} must be {rule.must}, got {value}.")
+    least, most = values.get("min_new_tokens") or 0, values.get("max_new_tokens")
+    if most is not None and least > most:
+        raise WireError(f"min_new_tokens must be in [0, max_new_tokens({most})], got {least}.")
+
+
+SAMPLING_FIELDS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "top_k",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+)
+
+
+def sampling_plan(request: Any, max_tokens: int, *, min_tokens: int, logprobs: int | None, env: SglangEnv) -> SamplingPlan:
+    """`request` has SGLang's common names: n, stop, stop_token_ids, no_stop_trim, ignore_eos, skip_special_tokens."""
+    stop = request.stop
+    return SamplingPlan(
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        n=request.n or 1,
+        stop=(stop,) if isinstance(stop, str) else tuple(stop or ()),
+        stop_token_ids=(*(request.stop_token_ids or ()), *(() if request.ignore_eos else env.extra_eos_token_ids)),
+        include_stop_str=request.no_stop_trim,
+        ignore_eos=request.ignore_eos,
+        skip_special_tokens=request.skip_special_tokens is not False,
+        logprobs=logprobs,
+        temperature=request.temperature,
+    )
+
+
+def wanted_text(request: Any, planned: Sequence[PromptPlan], env: SglangEnv, response_format: Any = None) -> str | None:
+    """The answer that `regex`, `ebnf`, `json_schema` or `response_format` asks for. A grammar that cannot be is a 400."""
+    given = {"json": getattr(request, "json_schema", None), "regex": request.regex, "grammar": request.ebnf}
+    named = {kind: value for kind, value in given.items() if value}
+    if len(named) > 1:
+        raise WireError("Only one of regex, json_schema, or ebnf can be set.")
+    outputs = fields.StructuredOutputs(**named) if named else None
+    answer = structured.wanted_answer(response_format, outputs, planned, env)
+    if answer.late_error is not None:
+        raise answer.late_error
+    return answer.text
