@@ -16,6 +16,7 @@ from windtunnel.cli import (
     serve,
     sim,
     storm,
+    up,
 )
 
 app = typer.Typer(name="windtunnel", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -37,6 +38,7 @@ def root(
 for command in (
     serve,
     router,
+    up,
     storm,
     experiment,
     demo,
