@@ -209,7 +209,5 @@ SGLANG_SWITCHES = Switches(
 )
 KINDS: Mapping[str, EngineKind] = {
     "vllm": EngineKind(_make_vllm, _vllm_metrics, _vllm_hasher, VLLM_SWITCHES),
-    "sglang": EngineKind(
-        _make_sglang, None, _sglang_hasher, SGLANG_SWITCHES, frozenset({"unified", "prefill", "decode"})
-    ),
+    "sglang": EngineKind(_make_sglang, None, _sglang_hasher, SGLANG_SWITCHES, frozenset({"unified", "prefill", "decode"})),
 }
