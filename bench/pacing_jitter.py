@@ -1,10 +1,10 @@
 """(g) How even frames come at 5 ms between tokens on 100 streams: the mean gap, and how far gaps and arrivals stray.
 
 The mean gap is taken between the median lateness of a stream's first and of its last quarter: drift shows, one late frame at an
-end does not. A gap's jitter is its distance from 5 ms; an arrival's is its distance from the stream's own schedule, the
-median over k of arrival_k - k x ITL, plus k x ITL. Streams start one by one at random times within half a second, as clients
-do that know nothing of each other: started together they would fall due, and fill their KV blocks, together too. The first
-frames do not count.
+end does not. A gap's jitter is its distance from 5 ms; an arrival's is its distance from the stream's own schedule, the median
+over k of arrival_k - k x ITL, plus k x ITL. Streams start one by one at random times within half a second, as clients do that
+know nothing of each other: started together they would fall due, and fill their KV blocks, together too. The first frames do
+not count.
 
 Each round is followed by the same of a bare loop: a process that sleeps to the next deadline and writes a frame of the
 same size, and nothing else. What the bare loop strays is the machine's (other jobs, a hypervisor that takes its cores away for
