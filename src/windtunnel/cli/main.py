@@ -5,6 +5,7 @@ import typer
 from windtunnel import __version__
 from windtunnel.cli import (
     calibrate,
+    compare,
     demo,
     experiment,
     explore,
@@ -43,6 +44,7 @@ for command in (
     demo,
     faults,
     report,
+    compare,
     selftest,
     calibrate,
     sim,

@@ -111,6 +111,9 @@ class Replica:
         self.on_kv_events: Callable[[int, Sequence[KvEvent]], None] | None = None
         self.on_transitions: Callable[[int, Sequence[Transition]], None] | None = None
         self.after_step: Callable[[Replica, StepOutput], None] | None = None
+        self.on_submit: Callable[[Replica, Attempt], None] | None = None
+        self.on_turn: Callable[[Replica], None] | None = None
+        """Called whenever something has happened at the engine."""
         self._kernel = kernel
         self._make_engine = make_engine
         self._receiver = receiver
@@ -131,6 +134,8 @@ class Replica:
 
     def submit(self, attempt: Attempt, request: EngineRequest) -> Refusal | None:
         """Admit or refuse. A request that no engine of this kind could run is refused with 400."""
+        if self.on_submit is not None:
+            self.on_submit(self, attempt)
         try:
             refusal = self.engine.submit([request], self._kernel.now_ns)
         except ValueError as error:
@@ -178,6 +183,8 @@ class Replica:
 
     def wake(self) -> None:
         """Look at the engine again: something about it has changed."""
+        if self.on_turn is not None:
+            self.on_turn(self)
         at_ns = self.engine.next_event_at() if self.up else None
         alarm = self._alarm
         if alarm is not None:

@@ -1,7 +1,6 @@
 """SGLang's error shapes (SGLang reference §7.3, §7.4): a flat object, not the nested envelope of OpenAI and vLLM."""
 
 from collections.abc import Callable, Mapping
-from http import HTTPStatus
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -14,6 +13,21 @@ INVALID = "Bad Request"
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
+_STATUS_NAMES = {
+    400: "BAD_REQUEST",
+    401: "UNAUTHORIZED",
+    403: "FORBIDDEN",
+    404: "NOT_FOUND",
+    408: "REQUEST_TIMEOUT",
+    413: "REQUEST_ENTITY_TOO_LARGE",
+    429: "TOO_MANY_REQUESTS",
+    500: "INTERNAL_SERVER_ERROR",
+    501: "NOT_IMPLEMENTED",
+    503: "SERVICE_UNAVAILABLE",
+}
+"""Names of Python's HTTPStatus, which SGLang shows as the type of an error inside a stream (reference §7.4)."""
+
+
 def flat(error: WireError) -> dict[str, Any]:
     return {"object": "error", "message": error.message, "type": error.kind, "param": None, "code": error.status}
 
@@ -24,7 +38,7 @@ def flat_body(error: WireError) -> bytes:
 
 def stream_event(error: WireError) -> bytes:
     """An error inside an OpenAI stream: its `type` is the name of the status."""
-    told = flat(error) | {"type": HTTPStatus(error.status).name}
+    told = flat(error) | {"type": _STATUS_NAMES.get(error.status, "INTERNAL_SERVER_ERROR")}
     return b"data: %b\n\n" % http.dumps({"error": told})
 
 
