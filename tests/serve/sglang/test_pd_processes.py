@@ -67,10 +67,6 @@ async def running(router: Any = "windtunnel", **args: list[str]) -> AsyncIterato
         await fleet.stop()
 
 
-async def _not(what: Any) -> bool:
-    return not await what
-
-
 async def _unified(body: dict[str, Any]) -> dict[str, Any]:
     fleet = Fleet(type(preset("sglang"))(preset("sglang", workers=1).servers, "none", liveness_s=0))
     try:
@@ -111,16 +107,18 @@ async def test_a_client_that_leaves_frees_both_legs() -> None:
 
 
 async def test_an_abort_of_the_prefill_leg_leaves_the_decode_to_its_timeout() -> None:
-    """300 s here are 3 s; the decode then answers 500 (SGLang reference §5, §3.3). The prefill is busy with another request."""
-    async with running(everybody=["--time-scale", "100"], prefill=["--pacing", "step", "--step-base", "60000s"]) as pd:
-        first = asyncio.ensure_future(pd.client.post(f"{pd.up.url}/generate", json={"text": "[wt:1] a", "rid": "first"}))
-        await pd.until(lambda: pd.queue("prefill", "prefill"))
-        asking = asyncio.ensure_future(pd.client.post(f"{pd.up.url}/generate", json={"text": PROMPT, "rid": "second"}))
-        await pd.until(lambda: pd.queue("prefill", "waiting"))
-        await pd.client.post(f"{pd.up.servers['prefill']}/abort_request", json={"rid": "second"})
-        await pd.until(lambda: _not(pd.queue("prefill", "waiting")))
-        answer = await asking
-        first.cancel()
+    """300 s here are 3 s; the decode then answers 500 (SGLang reference §5, §3.3). The prefill's scheduler hangs meanwhile."""
+    async with running(everybody=["--time-scale", "100"]) as pd:
+        port = pd.up.ports.bootstrap["prefill"]
+        told = {"bootstrap_host": "127.0.0.1", "bootstrap_port": port, "bootstrap_room": 77}
+        body = {"model": "windtunnel", "prompt": PROMPT, "max_tokens": 12, **told}
+        urls = [f"{pd.up.servers[name]}/v1/completions" for name in ("prefill", "decode")]
+        await pd.client.post(f"{pd.up.servers['prefill']}/debug/engine_freeze")
+        legs = [asyncio.ensure_future(pd.client.post(url, json=body)) for url in urls]
+        await pd.until(lambda: pd.queue("prefill", "bootstrap"))
+        await pd.client.post(f"{pd.up.servers['prefill']}/abort_request", json={"abort_all": True})
+        answer = await legs[1]
+        legs[0].cancel()
         assert answer.status_code == 500
         assert "Decode transfer failed" in answer.text and "KVPoll.WaitingForInput" in answer.text
         metrics = (await pd.client.get(f"{pd.up.servers['decode']}/metrics")).text
