@@ -1,7 +1,6 @@
 """SGLang's error shapes (SGLang reference §7.3, §7.4): a flat object, not the nested envelope of OpenAI and vLLM."""
 
 from collections.abc import Callable, Mapping
-from http import HTTPStatus
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -11,6 +10,9 @@ from windtunnel.wire.family import WireError
 
 INVALID = "Bad Request"
 """The `kind` of bodies that do not parse or do not validate."""
+BAD_VALUE = 400
+"""The status of a request that cannot be."""
+_STATUS_NAMES = {400: "BAD_REQUEST", 500: "INTERNAL_SERVER_ERROR", 503: "SERVICE_UNAVAILABLE", 504: "GATEWAY_TIMEOUT"}
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
@@ -24,7 +26,7 @@ def flat_body(error: WireError) -> bytes:
 
 def stream_event(error: WireError) -> bytes:
     """An error inside an OpenAI stream: its `type` is the name of the status."""
-    told = flat(error) | {"type": HTTPStatus(error.status).name}
+    told = flat(error) | {"type": _STATUS_NAMES.get(error.status, error.kind)}
     return b"data: %b\n\n" % http.dumps({"error": told})
 
 
