@@ -12,7 +12,7 @@ SERVERS_LIMIT = 64
 RouterKind = Literal["windtunnel", "sglang-router", "none"]
 PRESETS = ("vllm", "sglang", "sglang-pd")
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
-_PLACE = re.compile(r"\{([A-Za-z][A-Za-z0-9_-]*)?\.?(port|bootstrap_port)\}")
+_PLACE = re.compile(r"\{(?:([A-Za-z][A-Za-z0-9_-]*)\.)?(port|bootstrap_port)\}")
 
 
 class UpError(ValueError):
