@@ -111,7 +111,7 @@ class Replica:
         self.on_kv_events: Callable[[int, Sequence[KvEvent]], None] | None = None
         self.on_transitions: Callable[[int, Sequence[Transition]], None] | None = None
         self.after_step: Callable[[Replica, StepOutput], None] | None = None
-        self.on_submit: Callable[[Replica, Attempt], None] | None = None
+        self.on_submit: Callable[[Replica, Attempt, EngineRequest], None] | None = None
         self.on_turn: Callable[[Replica], None] | None = None
         """Called whenever something has happened at the engine."""
         self._kernel = kernel
@@ -135,7 +135,7 @@ class Replica:
     def submit(self, attempt: Attempt, request: EngineRequest) -> Refusal | None:
         """Admit or refuse. A request that no engine of this kind could run is refused with 400."""
         if self.on_submit is not None:
-            self.on_submit(self, attempt)
+            self.on_submit(self, attempt, request)
         try:
             refusal = self.engine.submit([request], self._kernel.now_ns)
         except ValueError as error:
