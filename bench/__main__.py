@@ -13,6 +13,7 @@ BENCHMARKS = (
     "startup",
     "departures",
     "core_step",
+    "lab_size",
     "sim_cluster",
     "agreement",
     "big_prompt",

@@ -6,14 +6,17 @@
 server that takes 28 at a time.
 
 The live side starts `python -m windtunnel serve` with the same pacing, sends the same prompts at the same times, and aborts
-the same requests after the same number of tokens. Prints one JSON line: both sides' counts, medians of TTFT, inter-token
-latency and E2E, and their ratios.
+the same requests after the same number of tokens. Before that it measures the front end: what the first token of lone
+requests with short and long prompts takes beyond the step that makes it. That cost, as one serial queue, is all that the
+model knows of the machine. Prints one JSON line: both sides' counts, medians of TTFT, inter-token latency and E2E, and their
+ratios, the front end's cost and the load average.
 """
 
 import argparse
 import asyncio
 import contextlib
 import json
+import os
 import socket
 import sys
 import time
@@ -21,12 +24,14 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from itertools import pairwise
+from random import Random
 from statistics import median
 from typing import Any
 
 from windtunnel.sim.cluster import Cluster
 from windtunnel.sim.kernel import Kernel
 from windtunnel.sim.scenario import Scenario, parse_scenario
+from windtunnel.sim.tokens import random_tokens
 from windtunnel.sim.workload import Question
 from windtunnel.sim.workloads import make_workload
 
@@ -40,7 +45,14 @@ WORKLOADS: dict[str, dict[str, Any]] = {
 }
 
 
-def scenario(name: str) -> Scenario:
+PACING = {"base": "25ms", "prefill_token": "20us", "decode_seq": "300us"}
+PROBE_TOKENS = (50, 400)
+"""Prompts of the lone requests."""
+PROBES = 20
+Frontend = dict[str, str]
+
+
+def scenario(name: str, frontend: Frontend | None = None) -> Scenario:
     """A step of some 30 ms, so that the live server's own work is small beside it."""
     config = {
         "max_model_len": 32768,
@@ -51,7 +63,7 @@ def scenario(name: str) -> Scenario:
     }
     return parse_scenario(
         {
-            "engines": [{"config": config, "pacing": {"base": "25ms", "prefill_token": "20us", "decode_seq": "300us"}}],
+            "engines": [{"config": config, "pacing": PACING, "frontend": frontend or {}}],
             "network": {"client_router": "0", "router_engine": "0", "bandwidth_mbit": 1e9},
             "workload": {"prompt_tokens": "uniform:50:400", "output_tokens": "uniform:10:60", **WORKLOADS[name]},
             "clients": {"abort": {"when": "tokens", "tokens": ABORT_TOKENS}},
@@ -102,16 +114,32 @@ def simulated(wanted: Scenario) -> Side:
     return side
 
 
-async def lived(wanted: Scenario) -> Side:
+async def lived(wanted: Scenario) -> tuple[Side, Frontend]:
     side = Side()
     questions = list(make_workload(wanted.workload, Kernel(wanted.seed).stream, wanted.duration).arrivals())
     async with server(wanted) as port:
-        await ask(port, Question(-1, (600,) * 64, 4), time.perf_counter(), Side())
+        frontend = await probe(port, wanted)
         zero_s = time.perf_counter() + 0.5
         async with asyncio.TaskGroup() as tasks:
             for at_ns, question in questions:
                 tasks.create_task(ask(port, question, zero_s + at_ns / 1e9, side))
-    return side
+    return side, frontend
+
+
+async def probe(port: int, wanted: Scenario) -> Frontend:
+    """The cost of a request and of a prompt token before the engine, from lone requests; the first ones warm up."""
+    extra_ms: dict[int, list[float]] = {tokens: [] for tokens in PROBE_TOKENS}
+    pacing, draws = wanted.engines[0].pacing, Random(1)
+    for number in range(-1, PROBES):
+        for tokens, seen in extra_ms.items():
+            side = Side()
+            await ask(port, Question(-1, random_tokens(draws, tokens), 1), time.perf_counter() + 0.02, side)
+            if number >= 0:
+                seen.append(side.ttft_ms[0] - (pacing.base + pacing.prefill_token * tokens) / 1e6)
+    (short, short_ms), (long, long_ms) = ((tokens, median(seen)) for tokens, seen in extra_ms.items())
+    token_ms = max(0.0, (long_ms - short_ms) / (long - short))
+    request_ms = max(0.0, short_ms - token_ms * short)
+    return {"request": f"{round(request_ms * 1e6)}ns", "prompt_token": f"{round(token_ms * 1e6)}ns"}
 
 
 @contextlib.asynccontextmanager
@@ -196,12 +224,18 @@ async def _read(reader: asyncio.StreamReader, limit: int | None) -> tuple[str, l
 
 
 def compare(name: str) -> dict[str, Any]:
-    wanted = scenario(name)
-    live, sim = asyncio.run(lived(wanted)), simulated(wanted)
+    live, frontend = asyncio.run(lived(scenario(name)))
+    sim = simulated(scenario(name, frontend))
     medians = {"live": live.medians(), "sim": sim.medians()}
     ratios = {measure: round(medians["live"][measure] / value, 4) for measure, value in medians["sim"].items()}
     counts = {"live": dict(sorted(live.outcomes.items())), "sim": dict(sorted(sim.outcomes.items()))}
-    return {"counts": counts, "medians": medians, "live_over_sim": ratios}
+    return {
+        "counts": counts,
+        "medians": medians,
+        "live_over_sim": ratios,
+        "frontend": frontend,
+        "load_average": round(os.getloadavg()[0], 1),
+    }
 
 
 def run() -> dict[str, Any]:

@@ -1,26 +1,35 @@
-"""(g) A prompt of 100,000 tokens: how long until it is tokenised, hashed and matched, and what it costs the other streams.
+"""A prompt of 100,000 tokens: how long until it is tokenised, hashed and matched, and what it costs the other streams.
 
 100 streams run with 20 ms between tokens while a long prompt arrives about twice a second, new and repeated in turn. A stream's
-schedule is its own best alignment, as in `bench.lateness`. The time of a long prompt is that of a whole request for one token;
-beside the milliseconds stands its ratio to a loop of a million additions in the same interpreter, which a busy machine slows
-down alike.
+schedule is its own best alignment, as in `bench.lateness`. Other work on the machine makes frames late too, hence the figure
+`hold`: how much CPU time the reading thread uses before another thread that wants to run gets its turn. The time of a long
+prompt is that of a whole request for one token; beside the milliseconds stands its ratio to a loop of a million additions in
+the same interpreter, which a busy machine slows down alike.
 """
 
 import http.client
 import json
 import random
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 
 from bench.harness import CLIENT_CORE, connect, drain, percentile, pin, server, stream_request
+from windtunnel.core.kv.hashing import BlockHasher
 from windtunnel.core.tokenizer import BuiltinTokenizer
+from windtunnel.serve.config import GenerationConfig
+from windtunnel.serve.planning import SWITCH_INTERVAL_S, prepare
+from windtunnel.serve.sources import SourceMaker
+from windtunnel.wire.env import ServerEnv
+from windtunnel.wire.vllm import completions
 
 ITL_S = 0.020
 TOKENS = 200
 STREAMS = 100
 PROMPT_TOKENS = 100_000
 PAUSE_S = 0.4
+_NAP_S = 0.0002
 _WORDS = (
     "the",
     "quick",
@@ -57,6 +66,7 @@ def run() -> dict[str, float]:
             results[f"{kind}_new_ms"], results[f"{kind}_repeated_ms"] = round(1e3 * new, 1), round(1e3 * repeated, 1)
             results[f"{kind}_repeated_ratio"] = round(repeated / reference, 2)
             results[f"{kind}_prompts"] = len(sender.took_s)
+            results[f"{kind}_hold_p99_ms"], results[f"{kind}_hold_max_ms"] = _holds_ms(made)
     return results
 
 
@@ -87,6 +97,27 @@ def _id_bodies(count: int = 8) -> list[bytes]:
 
 def _body(prompt: str | list[int]) -> bytes:
     return json.dumps({"model": "bench-model", "prompt": prompt, "max_tokens": 1}).encode()
+
+
+def _holds_ms(bodies: Sequence[bytes]) -> tuple[float, float]:
+    """p99 and maximum, over all turns that this thread asks for while another one reads the bodies as the server does."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    tokenizer = BuiltinTokenizer()
+    env = ServerEnv(("bench-model",), tokenizer, 131072, lambda: "0" * 16, lambda: 0)
+    hasher, identity = BlockHasher("sha256", 16), SourceMaker(GenerationConfig(), tokenizer).identity
+
+    def read() -> None:
+        for body in bodies:
+            prepare(completions.plan(body, {"content-type": "application/json"}, env), hasher, identity)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    holds = []
+    while reader.is_alive():
+        before_ns = time.process_time_ns()
+        time.sleep(_NAP_S)
+        holds.append(1e3 * max(0.0, (time.process_time_ns() - before_ns) / 1e9 - _NAP_S))
+    return round(percentile(holds, 0.99), 3), round(max(holds), 3)
 
 
 class Sender(threading.Thread):

@@ -2,28 +2,37 @@
 
 The mean gap is taken between the median lateness of a stream's first and of its last quarter: drift shows, one late frame at an
 end does not. A gap's jitter is its distance from 5 ms; an arrival's is its distance from the stream's own schedule, the median
-over k of arrival_k - k x ITL, plus k x ITL. Streams start in random order, so that they do not all fall due at once; the first
-frames, which share the time with the start of the others, do not count.
+over k of arrival_k - k x ITL, plus k x ITL. Streams start one by one at random times within half a second, as clients do that
+know nothing of each other: started together they would fall due, and fill their KV blocks, together too. The first frames do
+not count.
 
-Rounds are reported one by one, with the load average before each and the time that the hypervisor took from both cores: on a
-shared machine the quietest round says what the server does. With WINDTUNNEL_BENCH_REALTIME=1, where the system allows it, server
-and client run at real-time priority, so that other jobs of the same machine are not measured too. The result says so.
+Each round is followed by the same of a bare loop: a process that sleeps to the next deadline and writes a frame of the
+same size, and nothing else. What the bare loop strays is the machine's (other jobs, a hypervisor that takes its cores away for
+milliseconds). With WINDTUNNEL_BENCH_REALTIME=1, where the system allows it, both and the client run at real-time priority.
 """
 
 import os
 import random
+import socket
 import statistics
+import time
+from collections.abc import Callable
 from itertools import pairwise
 
-from bench.harness import CLIENT_CORE, connect, drain, percentile, pin, server, stream_request
+from bench.harness import CLIENT_CORE, SERVER_CORE, connect, drain, percentile, pin, server, stream_request
 
 STREAMS = 100
 ITL_S = 0.005
 TOKENS = 700
-WARM_UP = 100
-ROUNDS = 3
+WARM_UP = 150
+_BETWEEN_STARTS_S = 0.005
+ROUNDS = 5
 SEED = 1
 _TICK_MS = 10
+_GROUPS = 10
+"""Streams of the bare loop that fall due together: it has no time to sleep for each."""
+_END = b"0\r\n\r\n"
+_FRAME = b"data: {".ljust(260, b"x")
 _SERVER = ("--itl", "5ms", "--max-num-seqs", "256", "--max-model-len", "4096", "--num-gpu-blocks-override", "16384")
 
 
@@ -32,20 +41,54 @@ def run() -> dict[str, object]:
     realtime = os.environ.get("WINDTUNNEL_BENCH_REALTIME") == "1"
     if realtime:
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
-    return {"streams": STREAMS, "itl_ms": 1e3 * ITL_S, "realtime": realtime, "rounds": [_round(number) for number in range(ROUNDS)]}
+    rounds = [{"server": _measured(_served, number), "bare": _measured(_bare, number)} for number in range(ROUNDS)]
+    return {"streams": STREAMS, "itl_ms": 1e3 * ITL_S, "realtime": realtime, "rounds": rounds}
 
 
-def _round(number: int) -> dict[str, float]:
-    load = os.getloadavg()[0]
-    arrivals: list[list[float]] = [[] for _ in range(STREAMS)]
+def _measured(arrive: Callable[[int], list[list[float]]], number: int) -> dict[str, float]:
+    load, stolen_ms = os.getloadavg()[0], _stolen_ms()
+    figures = _figures(arrive(number))
+    return {"load_average": round(load, 2), "stolen_ms": _stolen_ms() - stolen_ms, **figures}
+
+
+def _served(number: int) -> list[list[float]]:
     with server(*_SERVER) as (port, _):
-        sockets, stolen_ms = connect(port, STREAMS), _stolen_ms()
-        for stream in random.Random(SEED + number).sample(range(STREAMS), STREAMS):
+        sockets = connect(port, STREAMS)
+        chance = random.Random(SEED + number)
+        for stream in range(STREAMS):
+            time.sleep(chance.uniform(0, 2 * _BETWEEN_STARTS_S))
             sockets[stream].sendall(stream_request(TOKENS, stream))
-        for stream, at, data in drain(sockets, b"0\r\n\r\n"):
-            arrivals[stream] += [at] * data.count(b'"text":')
-        stolen_ms = _stolen_ms() - stolen_ms
-    return {"load_average": round(load, 2), "stolen_ms": stolen_ms, **_figures(arrivals)}
+        return _arrivals(sockets, b'"text":')
+
+
+def _bare(number: int) -> list[list[float]]:
+    pairs = [socket.socketpair() for _ in range(STREAMS)]
+    child = os.fork()
+    if not child:
+        _write_bare([ours for ours, _theirs in pairs], random.Random(SEED + number).sample(range(STREAMS), STREAMS))
+        os._exit(0)
+    for ours, _theirs in pairs:
+        ours.close()
+    arrivals = _arrivals([theirs for _ours, theirs in pairs], _FRAME[:7])
+    os.waitpid(child, 0)
+    return arrivals
+
+
+def _write_bare(sockets: list[socket.socket], order: list[int]) -> None:
+    pin(SERVER_CORE)
+    start = time.perf_counter() + 0.1
+    for token in range(TOKENS):
+        for group in range(_GROUPS):
+            time.sleep(max(0.0, start + ITL_S * (token + group / _GROUPS) - time.perf_counter()))
+            for stream in order[group::_GROUPS]:
+                sockets[stream].send(_FRAME if token < TOKENS - 1 else _FRAME + _END)
+
+
+def _arrivals(sockets: list[socket.socket], mark: bytes) -> list[list[float]]:
+    arrivals: list[list[float]] = [[] for _ in sockets]
+    for stream, at, data in drain(sockets, _END):
+        arrivals[stream] += [at] * data.count(mark)
+    return arrivals
 
 
 def _stolen_ms() -> int:
@@ -76,7 +119,3 @@ def _drift(late: list[float]) -> float:
     """Lateness gained for each token."""
     quarter = len(late) // 4
     return (statistics.median(late[-quarter:]) - statistics.median(late[:quarter])) / (len(late) - quarter)
-
-
-if __name__ == "__main__":
-    print(run())

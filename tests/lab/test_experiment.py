@@ -170,7 +170,11 @@ async def test_a_command_that_does_not_exist_is_an_environment_error(tmp_path: P
 
 async def test_a_server_that_is_never_ready_is_stopped(tmp_path: Path, pids: Path) -> None:
     arm = Arm.model_validate(
-        {"command": server_command("--pids", str(pids)), "ready_url": f"http://127.0.0.1:{free_ports(1)[0]}/", "ready_timeout": "2s"}
+        {
+            "command": server_command("--pids", str(pids)),
+            "ready_url": f"http://127.0.0.1:{free_ports(1)[0]}/",
+            "ready_timeout": "2s",
+        }
     )
     with pytest.raises(Environment, match="did not answer 200"):
         async with running(arm, tmp_path / "log", time_scale=1, seed=0):

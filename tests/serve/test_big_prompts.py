@@ -13,8 +13,11 @@ from tests.serve.test_operations import call
 from windtunnel.core.tokenizer import BuiltinTokenizer
 from windtunnel.serve import generate, planning
 from windtunnel.serve.planning import OFF_LOOP_BYTES
+from windtunnel.wire import http
+from windtunnel.wire.env import ServerEnv
 from windtunnel.wire.family import WireError
 from windtunnel.wire.http import parse_json
+from windtunnel.wire.vllm import completions, fields
 
 LONG = {"scheduler__max_model_len": 65536, "scheduler__num_gpu_blocks": 8192, "enable_prompt_tokens_details": True}
 TEXT = " ".join(f"word {number}" for number in range(6000))
@@ -142,7 +145,10 @@ async def test_without_prefix_caching_no_hashes_are_made() -> None:
 )
 def test_large_json_is_read_as_small_json(text: str) -> None:
     padding = " " * (1 << 17)
-    assert repr(parse_json(f"[{text}]{padding}".encode())) == repr(json.loads(f"[{text}]"))
+    assert repr(parse_json(f'{{"a": [{text}]{padding}}}'.encode())) == repr(json.loads(f'{{"a": [{text}]}}'))
+    numbers = ", ".join(map(str, range(40000)))
+    long_list = f'{{"a": [{numbers}, {text}, {numbers}]}}'
+    assert repr(parse_json(long_list.encode())) == repr(json.loads(long_list))
 
 
 @pytest.mark.parametrize("text", ["[1, 2", '{"a" 1}', "[1]]"])
@@ -165,3 +171,21 @@ async def test_the_planner_gives_errors_back() -> None:
     with pytest.raises(WireError, match="no"):
         await planner.run(1 << 20, fail)
     planner.close()
+
+
+@pytest.mark.parametrize("odd", ["-1", "1.5", '"x"', "[1]", "2,,3", "4 5"])
+def test_an_odd_member_of_a_long_token_list_is_refused_as_ever(odd: str) -> None:
+    """In the first part and in a later one."""
+    env = ServerEnv(("m",), BuiltinTokenizer(), 1 << 20, lambda: "0" * 16, lambda: 0)
+    ids = ["5"] * 30000
+    for place in (0, 30000):
+        told = []
+        for large in (1 << 16, 1 << 40):
+            body = f'{{"model": "m", "prompt": [{", ".join([*ids[:place], odd, *ids[place:]])}]}}'.encode()
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(http, "_LARGE_BODY_BYTES", large)
+                patch.setattr(fields, "_TOKENS_AT_ONCE", 4096 if large == 1 << 16 else 1 << 40)
+                with pytest.raises(WireError) as refused:
+                    completions.plan(body, {"content-type": "application/json"}, env)
+            told.append(refused.value)
+        assert told[0] == told[1]

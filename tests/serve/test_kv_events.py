@@ -269,6 +269,23 @@ async def test_sources_show_the_port_that_zero_became() -> None:
         assert host == "tcp://127.0.0.1" and int(port) > 0
 
 
+async def test_bound_on_loopback_alone_with_any_free_port() -> None:
+    with subscriber() as sub:
+        try:
+            probe = sub.context.socket(zmq.PUB)
+            probe.setsockopt(zmq.IPV6, 1)
+            probe.bind("tcp://[::ffff:127.0.0.1]:0")
+        except zmq.ZMQError:
+            pytest.skip("no IPv6 sockets here")
+        async with live(**ON, kv_events__endpoint="tcp://[::ffff:127.0.0.1]:0", kv_events__topic="kv@b") as server:
+            _status, sources = await call(server, "GET", "/kv_event_sources")
+            port = sources["0"]["endpoint"].removeprefix("tcp://[::ffff:127.0.0.1]:")
+            assert int(port) > 0
+            sub.sub.connect(f"tcp://127.0.0.1:{port}")
+            topic, _sequence, batch = await first_heard(server, sub)
+            assert (topic, batch.rank) == (b"kv@b", 0)
+
+
 async def test_a_publisher_binds_where_vllm_binds(tmp_path: Path) -> None:
     loop = asyncio.get_running_loop()
     first = KvPublisher(KvEventsConfig(True, endpoint=f"ipc://{tmp_path}/kv"), 0, loop)

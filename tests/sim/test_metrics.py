@@ -1,16 +1,17 @@
 """The metrics of a simulated engine are those that a live server would show, whether tokens come one by one or in runs."""
 
+from dataclasses import replace
+
 import pytest
 
-from windtunnel.core.pacing import Pacing
 from windtunnel.core.vllm import VllmEngine
 from windtunnel.sim import engines
 from windtunnel.sim.cluster import run
-from windtunnel.sim.scenario import EnginesSpec, parse_scenario
+from windtunnel.sim.scenario import parse_scenario
 
 
-def _one_by_one(spec: EnginesSpec, pacing: Pacing, kv_events: bool) -> VllmEngine:
-    return VllmEngine(engines.vllm_config(spec, collect_kv_events=kv_events), pacing)
+def _one_by_one(build: engines.Build) -> VllmEngine:
+    return VllmEngine(engines.vllm_config(build.spec, collect_kv_events=build.kv_events), build.pacing)
 
 
 @pytest.mark.parametrize("abort_share", [0, 0.4])
@@ -25,7 +26,7 @@ def test_runs_change_nothing(monkeypatch: pytest.MonkeyPatch, abort_share: float
     )
     in_runs = run(scenario)
     kind = engines.KINDS["vllm"]
-    monkeypatch.setattr(engines, "KINDS", {"vllm": engines.EngineKind(_one_by_one, kind.metrics, kind.hasher)})
+    monkeypatch.setattr(engines, "KINDS", {"vllm": replace(kind, make=_one_by_one)})
     one_by_one = run(scenario)
     assert in_runs.rows == one_by_one.rows
     assert {**in_runs.summary, "events": 0} == {**one_by_one.summary, "events": 0}

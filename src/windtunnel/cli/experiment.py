@@ -48,13 +48,22 @@ def run(
     treatment_cmd: Annotated[str | None, typer.Option(help="Command of the treatment arm, with {port}")] = None,
     ready_url: Annotated[str | None, typer.Option(help="Answers 200 when a server is ready, with {port}")] = None,
     time_scale: Annotated[float, typer.Option(min=0.001, max=1_000, help="Multiplies the durations of pacing and storm")] = 1.0,
+    aa: Annotated[str | None, typer.Option(help="control or treatment: run this arm against itself")] = None,
+    looks: Annotated[int, typer.Option(min=1, max=20, help="Test so often and stop at the first effect; alpha is shared")] = 1,
+    plan: Annotated[bool, typer.Option("--plan", help="Print how many trials would be needed, and run nothing")] = False,
     owned: Annotated[bool, typer.Option("--i-own-this-target", help="Allow arms that are not on this machine")] = False,
 ) -> None:
     """Run an experiment. Exit codes: 0 confirmed, 1 refuted or mixed, 2 usage or environment, 3 inconclusive."""
+    from windtunnel.cli.glue import fail
     from windtunnel.lab.experiment import Options
 
+    if aa not in (None, "control", "treatment"):
+        fail(f"--aa {aa!r} is neither control nor treatment")
+    if plan:
+        _print_plan(name, trials)
+        return
     commands = {arm: one for arm, one in (("control", control_cmd), ("treatment", treatment_cmd)) if one is not None}
-    options = Options(trials, seed, time_scale, commands, ready_url, owned, out)
+    options = Options(trials, seed, time_scale, commands, ready_url, owned, aa, looks, out)  # type: ignore[arg-type]  # checked above
     raise typer.Exit(_run_and_deliver(name, options, as_json=as_json))
 
 
@@ -102,3 +111,56 @@ def _deliver(document: dict[str, Any], out: Path | None, *, as_json: bool) -> No
         typer.echo(json.dumps(document, indent=2))
     else:
         print_experiment(document, out)
+
+
+def _print_plan(name: str, trials: int | None) -> None:
+    """The power of the experiment's comparison, as it would be run."""
+    from windtunnel.cli.glue import fail
+    from windtunnel.lab.experiment_file import load
+    from windtunnel.lab.power import least_trials, needs, per_trial_of, power_from_nothing
+
+    try:
+        experiment = load(name)
+    except (ValueError, OSError) as error:
+        fail(str(error))
+    effect, storm = experiment.effect, experiment.plan("treatment", seed=0, time_scale=1.0)
+    count = trials or experiment.trials
+    if effect.of is None:
+        typer.echo(
+            f"{effect.metric}: means over trials; at least {least_trials(effect.alpha)} trials in each arm, here {count}"
+        )
+        return
+    counts = {"bystanders": storm.bystanders, "later_streams": storm.later, "survivors": storm.survivors * storm.rounds}
+    per_trial = per_trial_of({**counts, "victims": storm.victims * storm.rounds}, effect.of)
+    typer.echo(f"{effect.metric} of {effect.of}: {per_trial} per trial, alpha {effect.alpha:g}, the other arm at none")
+    for need in needs(per_trial, effect.alpha):
+        here = power_from_nothing(count * per_trial, need.rate, effect.alpha)
+        typer.echo(
+            f"  a rate of {need.rate:.0%} with power {need.power:.0%}: {need.requests} per arm = {need.trials} trials"
+            f" (power of {count} trials: {here:.1%})"
+        )
+
+
+@experiments.command("new")
+def new(
+    file: Annotated[Path, typer.Argument(help="The file to write")],
+    like: Annotated[str, typer.Option(help="The built-in experiment to start from")] = "cancelled-streams",
+) -> None:
+    """Write an experiment file to start from, under the file's own name. An existing file is left alone."""
+    import re
+
+    from windtunnel.cli.glue import fail
+    from windtunnel.lab.experiment_file import built_ins, parse
+
+    texts = built_ins()
+    if like not in texts:
+        fail(f"--like {like!r} is not built in; there are: {', '.join(texts)}")
+    name = re.sub(r"[^A-Za-z0-9_.-]", "-", file.stem)
+    text = re.sub(r'(?m)^name = ".*"$', f'name = "{name}"', texts[like], count=1)
+    parse(text, str(file))
+    try:
+        with file.open("x", encoding="utf-8") as out:
+            out.write(text)
+    except OSError as error:
+        fail(f"{file}: {error.strerror}")
+    typer.echo(f"{file}: edit arms, storm and predictions, then: windtunnel experiment run {file}")

@@ -5,6 +5,7 @@ import typer
 from windtunnel import __version__
 from windtunnel.cli import (
     calibrate,
+    compare,
     demo,
     experiment,
     explore,
@@ -15,6 +16,7 @@ from windtunnel.cli import (
     serve,
     sim,
     storm,
+    up,
 )
 
 app = typer.Typer(name="windtunnel", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -36,11 +38,13 @@ def root(
 for command in (
     serve,
     router,
+    up,
     storm,
     experiment,
     demo,
     faults,
     report,
+    compare,
     selftest,
     calibrate,
     sim,

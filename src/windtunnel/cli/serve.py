@@ -63,8 +63,10 @@ def serve(context: typer.Context) -> None:
 def environment_flags(args: list[str]) -> list[str]:
     """The environment variables of the real server that have a flag here."""
     if engine_of(args) == "sglang":
+        from windtunnel.serve.sglang.disagg_flags import ENVIRONMENT
+
         shared = {name: _VALUES[name] for name in _SHARED_VALUES}
-        return _value_flags({**shared, **_SGLANG_VALUES}, args)
+        return _value_flags({**shared, **_SGLANG_VALUES, **ENVIRONMENT}, args)
     flags = []
     for variable, flag in _SWITCHES.items():
         if os.environ.get(variable, "").lower() in ("1", "true"):

@@ -131,17 +131,13 @@ async def _run(target: "Target", plan: "StormPlan", stop: Any, pid: int | None) 
 
 def _show(target: "Target", result: "StormResult", *, as_json: bool) -> None:
     import json
+    import shlex
+    import sys
 
-    from windtunnel.lab.document import plan_document, storm_document, versions
+    from windtunnel.lab.document import storm_report
     from windtunnel.lab.progress import print_storm
 
-    document = {
-        "target": target.origin.url,
-        "model": target.model,
-        **storm_document(result),
-        "storm": plan_document(result.plan),
-        "versions": versions(),
-    }
+    document = storm_report(target, result, reproduce=shlex.join(["windtunnel", *sys.argv[1:]]))
     if as_json:
         typer.echo(json.dumps(document, indent=2))
     else:

@@ -21,6 +21,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _BLOCK = 7
 """Words out of one 64-bit mix: nine bits each."""
 _BITS = 9
+_TOKENS_AT_ONCE = 4096
 _WORD_MASK = (1 << _BITS) - 1
 assert len(WORDS) == 1 << _BITS
 
@@ -42,8 +43,11 @@ def identity_of_tag(tag_hex: str) -> int:
 
 def identity_of_tokens(token_ids: Sequence[int]) -> int:
     """The identity of a prompt without a marker."""
-    packed = struct.pack(f"<{len(token_ids)}I", *token_ids)
-    return int.from_bytes(blake2b(packed, digest_size=8).digest())
+    digest = blake2b(digest_size=8)
+    for at in range(0, len(token_ids), _TOKENS_AT_ONCE):
+        part = token_ids[at : at + _TOKENS_AT_ONCE]
+        digest.update(struct.pack(f"<{len(part)}I", *part))
+    return int.from_bytes(digest.digest())
 
 
 def child_identity(identity: int, index: int) -> int:

@@ -13,6 +13,8 @@ from windtunnel.lab.findings import Finding, find, freed_after_ns, zombie_tokens
 from windtunnel.lab.latency import spread
 from windtunnel.lab.plan import Role, StormPlan
 from windtunnel.lab.record import Sample, StormResult, StreamRecord
+from windtunnel.lab.redact import redact, secrets_of
+from windtunnel.lab.target import Target
 
 LEAK_KEYS = ("running", "waiting", "kv_usage")
 SERIES_LIMIT = 4_000
@@ -48,6 +50,22 @@ def storm_document(result: StormResult) -> dict[str, Any]:
         "interrupted": result.interrupted,
         "notes": list(result.notes),
     }
+
+
+def storm_report(target: Target, result: StormResult, *, reproduce: str | None = None) -> dict[str, Any]:
+    """The document of one storm by itself, with keys and personal data removed; schema `storm.schema.json`."""
+    document = {
+        "format": 1,
+        "target": target.origin.url,
+        "model": target.model,
+        "metrics_urls": [f"{url.origin.url}{url.path}" for url in target.metrics],
+        **storm_document(result),
+        "storm": plan_document(result.plan),
+        "versions": versions(),
+        **({"reproduce": reproduce} if reproduce else {}),
+    }
+    cleaned: dict[str, Any] = redact(document, secrets_of(target.headers))
+    return cleaned
 
 
 def plan_document(plan: StormPlan) -> dict[str, Any]:

@@ -18,8 +18,9 @@ from typing import Any
 from windtunnel.lab.arms import Stopped, count_patterns, fill, running
 from windtunnel.lab.connection import parse_origin
 from windtunnel.lab.document import plan_document, storm_document, versions
-from windtunnel.lab.experiment_file import Arm, ArmName, Environment, Experiment
+from windtunnel.lab.experiment_file import Arm, ArmName, Environment, Experiment, Prediction
 from windtunnel.lab.plan import StormPlan, check_target_allowed
+from windtunnel.lab.redact import redact, secrets_of
 from windtunnel.lab.storm import StormEvent, run_storm
 from windtunnel.lab.target import TargetError, find_model, make_target
 from windtunnel.lab.verdict import decide, effect_document, holds, observed
@@ -40,6 +41,10 @@ class Options:
     """Arm → command template that replaces the file's."""
     ready_url: str | None = None
     owned: bool = False
+    aa: ArmName | None = None
+    """Run this arm against itself: what differs then is noise."""
+    looks: int = 1
+    """Test so often, evenly over the trials, and stop at the first significant effect. Each look has alpha / looks."""
     out: Path | None = None
 
 
@@ -70,12 +75,22 @@ def with_options(experiment: Experiment, options: Options) -> Experiment:
         if options.ready_url is not None:
             changes["ready_url"] = options.ready_url
         arms[name] = arm.model_copy(update=changes)
+    if options.aa is not None:
+        arms = dict.fromkeys(ARMS, arms[options.aa])
     changes = {"arms": experiment.arms.model_copy(update=arms)}
+    if options.aa is not None:
+        changes["predictions"] = _both_arms(experiment, options.aa)
     if options.trials is not None:
         changes["trials"] = options.trials
     if options.seed is not None:
         changes["seed"] = options.seed
     return experiment.model_copy(update=changes)
+
+
+def _both_arms(experiment: Experiment, name: ArmName) -> tuple[Prediction, ...]:
+    """The predictions of one arm, for both."""
+    own = [one for one in experiment.predictions if one.arm == name]
+    return tuple(one.model_copy(update={"arm": arm, "id": f"{one.id}.{arm}"}) for one in own for arm in ARMS)
 
 
 def _check_templates(experiment: Experiment) -> None:
@@ -116,7 +131,21 @@ async def run_experiment(
             document = await runner.run(tell, first=not trials[name])
             trials[name].append({**document, "order": done})
             tell(document=document)
+            if _significant_already(experiment, options, trials):
+                break
     return make_document(experiment, options, trials, started_at, interrupted=stop.is_set())
+
+
+def _significant_already(experiment: Experiment, options: Options, trials: Mapping[ArmName, list[dict[str, Any]]]) -> bool:
+    """Whether a look is due after this trial, and sees the effect at its share of alpha (Bonferroni over the looks)."""
+    pairs = len(trials["control"])
+    if options.looks < 2 or pairs != len(trials["treatment"]) or experiment.effect.margin is not None:
+        return False
+    due = {experiment.trials * look // options.looks for look in range(1, options.looks)}
+    if pairs not in due:
+        return False
+    effect = effect_document(experiment.effect, valid(trials["control"]), valid(trials["treatment"]))
+    return effect["p_value"] is not None and effect["p_value"] < experiment.effect.alpha / options.looks
 
 
 def _tell(
@@ -222,9 +251,10 @@ def make_document(
         for one in experiment.predictions
     ]
     effect = effect_document(experiment.effect, good["control"], good["treatment"])
+    effect |= {"aa": options.aa is not None, "looks": options.looks}
     complete = not interrupted and all(good.values())
     verdict, why = decide([one["holds"] for one in predictions], effect, complete=complete)
-    return {
+    document = {
         "format": FORMAT,
         "experiment": experiment.name,
         "title": experiment.title,
@@ -245,6 +275,9 @@ def make_document(
         "versions": versions(),
         "reproduce": reproduce(experiment, options),
     }
+    arms = [experiment.arm(name) for name in ARMS]
+    cleaned: dict[str, Any] = redact(document, {one for arm in arms for one in secrets_of(arm.headers) | secrets_of(arm.env)})
+    return cleaned
 
 
 def _arm_document(experiment: Experiment, name: ArmName, trials: list[dict[str, Any]]) -> dict[str, Any]:
@@ -270,6 +303,10 @@ def reproduce(experiment: Experiment, options: Options) -> str:
         words += ["--time-scale", f"{options.time_scale:g}"]
     for name, command in (options.commands or {}).items():
         words += [f"--{name}-cmd", command]
+    if options.aa is not None:
+        words += ["--aa", options.aa]
+    if options.looks > 1:
+        words += ["--looks", str(options.looks)]
     if options.ready_url:
         words += ["--ready-url", options.ready_url]
     return shlex.join(words)

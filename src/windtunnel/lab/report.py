@@ -30,9 +30,9 @@ class DocumentError(Exception):
     """A document that is not an experiment's result; the message names the place."""
 
 
-def schema() -> dict[str, Any]:
-    """The JSON schema of an experiment's document."""
-    text = resources.files("windtunnel.lab").joinpath("schema/experiment.schema.json").read_text("utf-8")
+def schema(name: str = "experiment") -> dict[str, Any]:
+    """The JSON schema of an `experiment`'s document, or of a `storm`'s."""
+    text = resources.files("windtunnel.lab").joinpath(f"schema/{name}.schema.json").read_text("utf-8")
     loaded: dict[str, Any] = json.loads(text)
     return loaded
 

@@ -148,11 +148,20 @@ def decide(predictions: Sequence[bool | None], effect: Mapping[str, Any], *, com
         return "mixed", f"{held} of {len(predictions)} predictions hold"
     if effect["p_value"] is None:
         return "inconclusive", "the effect could not be computed"
+    if effect.get("aa"):
+        return _decide_aa(effect)
     if effect.get("margin") is not None:
         return _decide_equivalence(effect)
-    if effect["p_value"] >= effect["alpha"]:
+    if effect["p_value"] >= effect["alpha"] / effect.get("looks", 1):
         return "inconclusive", f"all predictions hold, but the effect is not significant (p = {effect['p_value']:.3g})"
     return "confirmed", f"all {len(predictions)} predictions hold and the arms differ (p = {effect['p_value']:.2g})"
+
+
+def _decide_aa(effect: Mapping[str, Any]) -> tuple[Verdict, str]:
+    """Equal arms: a significant difference means that the experiment itself is biased (or bad luck, once in 1/alpha runs)."""
+    if effect["p_value"] < effect["alpha"]:
+        return "refuted", f"equal arms differ (p = {effect['p_value']:.3g}): the experiment is biased, or this is the 1 in 20"
+    return "confirmed", f"equal arms do not differ (p = {effect['p_value']:.2g})"
 
 
 def _decide_equivalence(effect: Mapping[str, Any]) -> tuple[Verdict, str]:

@@ -7,6 +7,7 @@ from windtunnel.core.profile import Profile
 from windtunnel.core.units import MS, S
 from windtunnel.serve.failures import FailureConfig
 from windtunnel.serve.kv_config import KvEventsConfig
+from windtunnel.serve.sglang.settings import DisaggSettings
 
 Engine = Literal["vllm", "sglang"]
 Runner = Literal["generate", "pooling"]
@@ -180,6 +181,7 @@ class ServeConfig:
     pacing: PacingConfig = field(default_factory=PacingConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     scheduler: EngineSettings = field(default_factory=EngineSettings)
+    disagg: DisaggSettings = field(default_factory=DisaggSettings)
     kv_events: KvEventsConfig = field(default_factory=KvEventsConfig)
     failures: FailureConfig = field(default_factory=FailureConfig)
     limits: ServerLimits = field(default_factory=ServerLimits)

@@ -21,6 +21,9 @@ _TOKENS_PER_TURN = 1024
 _TURN_NS = 2 * MS
 """Writes are held back for a turn, so a turn that has lasted so long starts no further step."""
 _IDLE_S = 1.0
+_BETWEEN_TURNS_NS = 200_000
+"""Deadlines that follow a turn within this time wait for one another: thousands of single tokens a second would otherwise cost
+a turn each, and a busy core is late by more than that. Deadlines are absolute, so nobody's mean changes."""
 
 
 class Cork(Protocol):
@@ -63,6 +66,7 @@ class EngineDriver:
         self._alarm = make_alarm(loop, self._run)
         self._soon = False
         self._at: int | None = None
+        self._turn_ended_ns = 0
         self._closed = False
         self._auditor = IdleAuditor(engine, loop)
 
@@ -103,7 +107,9 @@ class EngineDriver:
             if not self._soon:
                 self._soon = True
                 self._loop.call_soon(self._run)
-        elif at != self._at:
+            return
+        at = max(at, self._turn_ended_ns + _BETWEEN_TURNS_NS)
+        if at != self._at:
             self._at = at
             self._alarm.set(at)
 
@@ -125,6 +131,7 @@ class EngineDriver:
                 tokens += self._advance()
         finally:
             self._cork.release()
+        self._turn_ended_ns = now_ns()
         self.wake()
 
     def _is_due(self, until_ns: int) -> bool:

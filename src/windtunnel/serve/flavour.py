@@ -12,6 +12,7 @@ from windtunnel.core.pacing import Pacing
 from windtunnel.core.tokenizer import Tokenizer
 from windtunnel.serve.asgi import Endpoint
 from windtunnel.serve.config import ServeConfig
+from windtunnel.serve.seams import Seams
 from windtunnel.wire.env import ServerEnv
 from windtunnel.wire.family import Family
 
@@ -21,12 +22,22 @@ if TYPE_CHECKING:
 
 
 class Flavour(Protocol):
-    """Without state. Engines and metrics are of the flavour's own classes: only its own routes know more of them than
-    `core.engine.Engine` (with `reconfigure`, `freeze`, `kill`) and `serve.telemetry.Metrics` (with a `store`) say.
+    """Without state, but for a P/D worker's connections.
+
+    Engines and metrics are of the flavour's own classes: only its own routes know more of them than `core.engine.Engine` (with
+    `reconfigure`, `freeze`, `kill`) and `serve.telemetry.Metrics` (with a `store`) say.
     """
 
     def engine_config(self, config: ServeConfig, tokenizer: Tokenizer) -> Any:
         """What each rank's engine is told."""
+        ...
+
+    async def start(self, server: "Server") -> None:
+        """Before the first request: what a worker with peers needs (P/D sockets, bootstrap server). Raises OSError."""
+        ...
+
+    async def stop(self) -> None:
+        """After the last one."""
         ...
 
     def engine(self, config: Any, pacing: Pacing, chance: random.Random) -> Any:
@@ -60,7 +71,11 @@ class Flavour(Protocol):
         ...
 
 
-def flavour_of(config: ServeConfig) -> Flavour:
+def flavour_of(config: ServeConfig, seams: Seams) -> Flavour:
+    if config.engine == "sglang" and config.disagg.on:
+        from windtunnel.serve.sglang.disagg_flavour import DisaggFlavour
+
+        return DisaggFlavour(config, seams)
     if config.engine == "sglang":
         from windtunnel.serve.sglang.flavour import SglangFlavour
 

@@ -56,6 +56,7 @@ def methods(server: "Server") -> Mapping[str, Method]:
         "StartProfile": _start_profile,
         "StopProfile": _stop_profile,
         "GetTokenizer": _tokenizer,
+        "SubscribeKvEvents": _subscribe_kv_events,
     }
 
 
@@ -278,9 +279,11 @@ def _set_profiling(server: "Server", on: bool) -> None:
 
 async def _tokenizer(server: "Server", _request: Any, call: Any) -> None:
     """The tokenizer's files as a zip, in pieces; the digest of all of it comes with the last one."""
-    if server.config.tokenizer is None:
-        raise WireError("No tokenizer files: start the server with --tokenizer FOLDER", 412)
     from windtunnel.serve.tokenizer_bundle import bundle, pieces
 
     for message in pieces(await asyncio.to_thread(bundle, server.config.tokenizer)):
         await call.write(message)
+
+
+async def _subscribe_kv_events(_server: "Server", _request: Any, _call: Any) -> None:
+    raise WireError("KV cache events are not served over gRPC", 501, "NotImplementedError")

@@ -13,7 +13,7 @@ Count = Annotated[int, msgspec.Meta(ge=1)]
 
 _BIND_MARKS = ("*", "::")
 _BIND_SCHEMES = ("ipc://", "inproc://")
-_ENDPOINT = re.compile(r"tcp://(?:\*|\[[0-9A-Fa-f:]+\]|[^:/\[\]*]+|::):(?P<port>\d{1,5})$|(?:ipc|inproc)://.+$")
+_ENDPOINT = re.compile(r"tcp://(?:\*|\[[0-9A-Fa-f:.]+\]|[^:/\[\]*]+|::):(?P<port>\d{1,5})$|(?:ipc|inproc)://.+$")
 _PORT_MAX = 65535
 
 

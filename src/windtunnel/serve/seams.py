@@ -61,6 +61,12 @@ class Seams:
     """From the engine's settings to those that it gets."""
     engine: Callable[[Any], Any] = as_it_is
     """Around the engine, as the driver and the operator routes see it."""
+    disagg_config: Callable[[Any], Any] = as_it_is
+    """From a P/D worker's settings to those that it gets."""
+    transfer_backend: Callable[[Any], Any] = as_it_is
+    """Around the transport of each prefill rank."""
+    connected: Callable[[Any], Any] = as_it_is
+    """From a P/D worker whose connections stand, before the first request."""
     sink: Callable[[Any], Any] = as_it_is
     """Around the `Sink` of a stream: what happens to its frames on their way out."""
     family: Callable[[Any], Any] = as_it_is

@@ -118,11 +118,13 @@ async def serve(config: ServeConfig) -> None:
     watchdog = asyncio.create_task(process.watch())
     try:
         process.grpc = await _grpc_front(server)
+        await server.flavour.start(server)
         await process.serve()
     finally:
         watchdog.cancel()
         if process.grpc is not None:
             await process.grpc.stop(0)
+        await server.flavour.stop()
         server.close()
 
 

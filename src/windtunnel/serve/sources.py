@@ -1,5 +1,7 @@
 """What each sequence "generates": the server's generation mode, unless the request fixes the answer."""
 
+from collections.abc import Sequence
+
 from windtunnel.core import oracle
 from windtunnel.core.request import TokenSource
 from windtunnel.core.sources import EchoSource, OracleSource, SequenceSource
@@ -7,6 +9,9 @@ from windtunnel.core.tokenizer import Tokenizer
 from windtunnel.serve.config import GenerationConfig
 from windtunnel.wire.family import Generation, PromptPlan
 
+_WINDOW_TOKENS = 4096
+_MARKER_TOKENS_MAX = 40
+"""No marker has more characters, so none has more tokens."""
 SENTENCES = (
     "The simulator answers at once and without a model.",
     "Every token of this sentence was chosen long before you asked.",
@@ -46,6 +51,14 @@ class SourceMaker:
         """The prompt's identity: its marker, in text or in token ids, or else a hash of its tokens."""
         if prompt.identity is not None:
             return prompt.identity
-        text = prompt.text if prompt.text is not None else self._tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
-        marked = oracle.identity_of_marker(text)
+        marked = self._marker_in(prompt.token_ids) if prompt.text is None else oracle.identity_of_marker(prompt.text)
         return oracle.identity_of_tokens(prompt.token_ids) if marked is None else marked
+
+    def _marker_in(self, token_ids: Sequence[int]) -> int | None:
+        """The last marker in the text of these tokens, looked for from the end, window by window."""
+        for stop in range(len(token_ids), 0, -_WINDOW_TOKENS):
+            window = token_ids[max(0, stop - _WINDOW_TOKENS - _MARKER_TOKENS_MAX) : stop]
+            marked = oracle.identity_of_marker(self._tokenizer.decode(window, skip_special_tokens=False))
+            if marked is not None:
+                return marked
+        return None

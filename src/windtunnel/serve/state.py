@@ -50,13 +50,13 @@ class Server:
     def __init__(self, config: ServeConfig, loop: asyncio.AbstractEventLoop) -> None:
         config = with_hash_seed(config)
         self.config = config
-        self.flavour: Flavour = flavour_of(config)
         self.loop = loop
         self.load = 0
         self.cork = Cork()
         self.operator = OperatorState(len(config.lora_modules))
         self._ready_ns = now_ns() + config.startup_ns
         self.seams: Seams = load(config.faults)
+        self.flavour: Flavour = flavour_of(config, self.seams)
         self.planner = Planner(loop)
         self._chances = [random.Random(config.seed + rank * _SEED_STRIDE) for rank in range(config.data_parallel_size)]
         self._failing = random.Random(config.seed + 1)

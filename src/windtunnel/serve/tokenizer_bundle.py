@@ -8,6 +8,8 @@ from pathlib import Path
 
 from smg_grpc_proto.generated import common_pb2 as common
 
+from windtunnel.wire.builtin_files import tokenizer_files
+
 PIECE_BYTES = 64 * 1024
 BUNDLE_BYTES_MAX = 1 << 30
 _NAMES = (
@@ -23,8 +25,10 @@ _NAMES = (
 _PATTERNS = ("*.jinja", "*.model", "*.tiktoken")
 
 
-def bundle(path: str) -> bytes:
-    """The zip of a tokenizer folder (or of the folder of a tokenizer.json)."""
+def bundle(path: str | None) -> bytes:
+    """The zip of a tokenizer folder (or of the folder of a tokenizer.json); without one, of the built-in tokenizer."""
+    if path is None:
+        return zipped(tokenizer_files())
     given = Path(path)
     folder = given.parent if given.is_file() else given
     files = {folder / name for name in _NAMES} | {found for pattern in _PATTERNS for found in folder.glob(pattern)}

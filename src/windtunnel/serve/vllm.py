@@ -30,6 +30,12 @@ class VllmFlavour:
     def engine_config(self, config: ServeConfig, tokenizer: Tokenizer) -> VllmEngineConfig:
         return engine_config(config, tokenizer)
 
+    async def start(self, server: Server) -> None:
+        """A server without peers."""
+
+    async def stop(self) -> None:
+        """Nothing was started."""
+
     def engine(self, config: VllmEngineConfig, pacing: Pacing, chance: random.Random) -> VllmEngine:
         return VllmEngine(config, pacing)
 

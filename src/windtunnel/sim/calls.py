@@ -29,6 +29,13 @@ class Attempt:
     return_ns: int = NEVER
     cancelled: bool = False
     """The router knows that the client has gone."""
+    closed: bool = False
+    """The router has closed its connection to the engine."""
+    left_ns: int = NEVER
+    """When the news that its client has gone reached the router."""
+    owner: "Attempt | None" = None
+    """Of a prefill leg: the attempt that it is a leg of."""
+    prefill: "Attempt | None" = None
     released: bool = False
     """The router no longer counts it."""
     generation: int = 0

@@ -99,7 +99,11 @@ class Clients:
     def _close(self, attempt: Attempt, outcome: Outcome) -> None:
         """The client closes the connection; the router hears of it one delay later."""
         self._end_attempt(attempt, outcome)
-        self._kernel.after(self._network.client_router_ns(HEAD_BYTES), partial(self._router.cancel, attempt))
+        self._kernel.after(self._network.client_router_ns(HEAD_BYTES), partial(self._left, attempt))
+
+    def _left(self, attempt: Attempt) -> None:
+        attempt.left_ns = self._kernel.now_ns
+        self._router.cancel(attempt)
 
     def _end_attempt(self, attempt: Attempt, outcome: Outcome) -> None:
         assert attempt.live, f"attempt {attempt.request_id} ended twice: {attempt.outcome}, {outcome}"
@@ -222,5 +226,7 @@ class Clients:
         del self.live[call.question.number]
         self._on_ended(call)
         # Without this a call and its attempts would live on until a garbage collection finds their circle.
+        for attempt in call.attempts:
+            attempt.prefill = None if attempt.prefill is None or attempt.prefill.released else attempt.prefill
         call.attempts.clear()
         call.winner = None

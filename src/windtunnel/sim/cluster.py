@@ -12,14 +12,16 @@ from windtunnel.core.units import S
 from windtunnel.sim import faults
 from windtunnel.sim.calls import Call
 from windtunnel.sim.clients import Clients
-from windtunnel.sim.engines import kind_of, make_pacing
+from windtunnel.sim.engines import Build, kind_of, make_pacing
+from windtunnel.sim.fabric import Fabric
 from windtunnel.sim.kernel import Kernel
 from windtunnel.sim.network import Network
-from windtunnel.sim.policies import NEED_KV_EVENTS, PolicyContext, load_policy
+from windtunnel.sim.pairs import PairRouter
+from windtunnel.sim.policies import NEED_KV_EVENTS, PolicyContext, load_pair_policy, load_policy
 from windtunnel.sim.replica import Replica
 from windtunnel.sim.results import Recorder, conservation, distribution
-from windtunnel.sim.router import Router
-from windtunnel.sim.scenario import EnginesSpec, Scenario
+from windtunnel.sim.router import OneRouter
+from windtunnel.sim.scenario import EnginesSpec, FaultSpec, Scenario
 from windtunnel.sim.timeline import Timeline
 from windtunnel.sim.workload import Question
 from windtunnel.sim.workloads import make_workload
@@ -32,7 +34,7 @@ class RunResult:
     summary: dict[str, Any]
     rows: Sequence[str]
     metrics: Sequence[bytes]
-    """Prometheus text of each engine; empty when the scenario wants none."""
+    """Prometheus text of each engine; empty where there is none."""
     recorder: Recorder
     timeline: Timeline
 
@@ -48,29 +50,50 @@ class Cluster:
         self.timeline = Timeline(scenario.timeline_requests)
         self.specs: list[EnginesSpec] = [spec for spec in scenario.engines for _ in range(spec.count)]
         network = Network(scenario.network, self.kernel.stream("network"))
-        hasher = kind_of(self.specs[0]).hasher(self.specs[0])
-        context = PolicyContext(self.kernel.stream("policy"), hasher, len(self.specs))
-        policy = load_policy(scenario.policy, scenario.policy_file, context)
         self._kv_events = kv_events or scenario.policy in NEED_KV_EVENTS or scenario.policy_file is not None
-        self.router = Router(self.kernel, network, policy, [spec.role for spec in self.specs])
+        self.fabric = Fabric(self.kernel, network, self.specs, scenario.duration) if scenario.disaggregated else None
+        self.router = self._router(network)
         self.replicas = [self._replica(index, spec) for index, spec in enumerate(self.specs)]
         self.router.replicas = self.replicas
+        if self.fabric is not None:
+            self.fabric.replicas = self.replicas
         self.clients = Clients(scenario.clients, self.kernel, network, self.router, self._ended)
         self.router.client = self.clients
         self.workload = make_workload(scenario.workload, self.kernel.stream, scenario.duration)
         self._arrivals = self.workload.arrivals()
         for fault in scenario.faults:
-            faults.plan(fault, self.kernel, self.replicas[fault.engine], self.router, network)
+            faults.plan(fault, self._place(fault, network))
+
+    def _router(self, network: Network) -> OneRouter | PairRouter:
+        scenario, roles = self.scenario, [spec.role for spec in self.specs]
+        hasher = kind_of(self.specs[0]).hasher(self.specs[0])
+        context = PolicyContext(self.kernel.stream("policy"), hasher, len(self.specs))
+        if self.fabric is None:
+            policy = load_policy(scenario.policy, scenario.policy_file, context)
+            return OneRouter(self.kernel, network, policy, roles)
+        pairs = load_pair_policy(scenario.policy, scenario.policy_file, context, roles)
+        return PairRouter(self.kernel, network, pairs, roles, scenario.pd, self.fabric)
+
+    def _place(self, fault: FaultSpec, network: Network) -> faults.Place:
+        switches = kind_of(self.specs[fault.engine]).switches
+        replica, until_ns = self.replicas[fault.engine], faults.until_ns(fault)
+        return faults.Place(self.kernel, replica, self.router, network, until_ns, switches, self.fabric, fault)
 
     def _replica(self, index: int, spec: EnginesSpec) -> Replica:
-        kind = kind_of(spec)
-        pacing = make_pacing(spec.pacing, self.kernel.stream(f"engine.{index}"))
-        metrics = kind.metrics(spec, lambda: self.kernel.now_ns / S) if self.scenario.metrics else None
+        kind, fabric = kind_of(spec), self.fabric
+        draws = self.kernel.stream(f"engine.{index}")
+        build = Build(spec, make_pacing(spec.pacing, draws), self._kv_events, self.kernel.stream(f"scheduler.{index}"))
+        make_metrics = kind.metrics if self.scenario.metrics else None
+        metrics = None if make_metrics is None else make_metrics(spec, lambda: self.kernel.now_ns / S)
 
         def make() -> Engine:
-            return kind.make(spec, pacing, self._kv_events)
+            if fabric is None:
+                return kind.make(build)
+            return kind.make(build._replace(endpoints=fabric.start(index), fate=fabric.fate_of(index)))
 
-        replica = Replica(index, self.kernel, make, self.router, metrics)
+        replica = Replica(index, self.kernel, make, self.router, metrics, spec.frontend)
+        if fabric is not None:
+            replica.on_turn = fabric.on_turn
         if self._kv_events:
             replica.on_kv_events = self.router.on_kv_events
         if self.timeline.limit:
@@ -117,7 +140,7 @@ class Cluster:
     def finish(self) -> RunResult:
         self.recorder.flush()
         counts = self.check()
-        texts = [replica.metrics.store.text() for replica in self.replicas if replica.metrics is not None]
+        texts = [b"" if replica.metrics is None else replica.metrics.store.text() for replica in self.replicas]
         return RunResult(self._summary(counts), self.recorder.rows, texts, self.recorder, self.timeline)
 
     def _summary(self, counts: dict[str, int]) -> dict[str, Any]:
@@ -154,9 +177,15 @@ class Cluster:
                 "gpu_seconds_per_good_request": round(gpu_hours * 3600 / recorder.good, 4) if recorder.good else None,
             },
             "prefix_cache": {"prompt_tokens": recorder.prompt_tokens, "cached_tokens": recorder.cached_tokens},
+            **self._pd_summary(),
             "engines": [self._engine_summary(replica) for replica in self.replicas],
             "events": self.kernel.events,
         }
+
+    def _pd_summary(self) -> dict[str, Any]:
+        if not isinstance(self.router, PairRouter) or self.fabric is None:
+            return {}
+        return {"pd": {"legs": self.router.leg_counts(), "wires": dict(sorted(self.fabric.counts.items()))}}
 
     def _engine_summary(self, replica: Replica) -> dict[str, Any]:
         return {

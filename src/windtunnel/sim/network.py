@@ -26,6 +26,9 @@ class Network:
     def router_engine_ns(self, size_bytes: int) -> int:
         return self._one_way(self._spec.router_engine, size_bytes)
 
+    def engine_engine_ns(self, size_bytes: int) -> int:
+        return self._one_way(self._spec.engine_engine, size_bytes)
+
     @property
     def health_interval_ns(self) -> int:
         return self._spec.health_interval

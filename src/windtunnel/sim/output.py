@@ -22,4 +22,6 @@ def write_run(result: RunResult, scenario: Scenario, folder: Path) -> None:
     for name, text in texts.items():
         (folder / name).write_text(text)
     for engine, metrics in enumerate(result.metrics):
+        if not metrics:
+            continue
         (folder / "metrics" / f"engine-{engine}.txt").write_bytes(metrics)

@@ -5,13 +5,12 @@ A policy is any object with the two methods of `Policy`. A policy file is a Pyth
 """
 
 import runpy
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
-from windtunnel.core.kv.hashing import BlockHasher, ExtraKeys
 from windtunnel.core.outputs import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from windtunnel.core.request import EngineRequest
 from windtunnel.sim.scenario import ScenarioError
@@ -28,6 +27,19 @@ class EngineState:
     """Requests sent there and not yet ended, as the router sees it."""
     in_flight_tokens: int = 0
     """Prompt tokens of those."""
+    place: int = 0
+    """Its number among the engines of its role."""
+
+
+class PrefixHasher(Protocol):
+    """Hashes the blocks (pages) of a prompt as the engines' KV events name them."""
+
+    @property
+    def block_size(self) -> int: ...
+
+    def in_parts(self, request: EngineRequest, blocks_at_once: int) -> Iterator[list[bytes]]:
+        """The hashes of all full blocks, the same list growing."""
+        ...
 
 
 class Policy(Protocol):
@@ -40,13 +52,26 @@ class Policy(Protocol):
         ...
 
 
+@runtime_checkable
+class PairPolicy(Protocol):
+    """A policy for prefill and decode workers that chooses both at once. Any other policy is made once for each role."""
+
+    def choose_pair(
+        self, request: EngineRequest, prefills: Sequence[EngineState], decodes: Sequence[EngineState]
+    ) -> tuple[EngineState, EngineState]: ...
+
+    def on_kv_events(self, engine: int, events: Sequence[KvEvent]) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class PolicyContext:
     """What a policy may use. `hasher` hashes blocks as the engines do; `draws` is the policy's own seeded generator."""
 
     draws: Random
-    hasher: BlockHasher
+    hasher: PrefixHasher
     engines: int
+    role: str = "unified"
+    """What it chooses: `unified`, `prefill`, `decode`, or `pair`."""
 
 
 class _WithoutCache:
@@ -118,7 +143,7 @@ class PrefixAware:
 
     GAP, RATIO = 16, 1.5
 
-    def __init__(self, hasher: BlockHasher) -> None:
+    def __init__(self, hasher: PrefixHasher) -> None:
         self._hasher = hasher
         self._holders: dict[bytes, set[int]] = {}
         self._held: dict[int, set[bytes]] = {}
@@ -133,17 +158,13 @@ class PrefixAware:
     def _depths(self, request: EngineRequest) -> dict[int, int]:
         """How many leading blocks of the prompt each engine holds. Hashes only as far as anybody holds them."""
         depth: dict[int, int] = {}
-        hashes: list[bytes] = []
-        keys, size = ExtraKeys(request), self._hasher.block_size
-        prompt = request.prompt_token_ids
         candidates: set[int] | None = None
-        for block in range(1, len(prompt) // size + 1):
-            self._hasher.extend(hashes, prompt[(block - 1) * size : block * size], keys, block)
+        for hashes in self._hasher.in_parts(request, 1):
             holders = self._holders.get(hashes[-1], set())
             candidates = set(holders) if candidates is None else candidates & holders
             if not candidates:
                 break
-            depth.update(dict.fromkeys(candidates, block))
+            depth.update(dict.fromkeys(candidates, len(hashes)))
         return depth
 
     def on_kv_events(self, engine: int, events: Sequence[KvEvent]) -> None:
@@ -168,6 +189,46 @@ class PrefixAware:
                     del self._holders[digest]
 
 
+class PdPairs(_WithoutCache):
+    """Fixed pairs: a prefill worker always sends to the same decode worker. The pair with the fewest requests is chosen.
+
+    The larger side shares its partners: prefill i goes with decode i modulo their number, and the other way round.
+    """
+
+    def __init__(self, prefills: int, decodes: int) -> None:
+        self._pairs = [(at % prefills, at % decodes) for at in range(max(prefills, decodes))]
+
+    def choose_pair(
+        self, request: EngineRequest, prefills: Sequence[EngineState], decodes: Sequence[EngineState]
+    ) -> tuple[EngineState, EngineState]:
+        """A pair whose members are both healthy; without one, the least loaded of each role."""
+        by_place = {state.place: state for state in prefills}, {state.place: state for state in decodes}
+        pairs = [(by_place[0][left], by_place[1][right]) for left, right in self._pairs if _both(by_place, left, right)]
+        if not pairs:
+            return min(prefills, key=_load), min(decodes, key=_load)
+        return min(pairs, key=lambda pair: (pair[0].in_flight + pair[1].in_flight, pair[0].index, pair[1].index))
+
+
+def _both(by_place: tuple[dict[int, EngineState], dict[int, EngineState]], left: int, right: int) -> bool:
+    return left in by_place[0] and right in by_place[1]
+
+
+class PerRole:
+    """A policy of its own for each role."""
+
+    def __init__(self, prefill: Policy, decode: Policy, roles: Sequence[str]) -> None:
+        self._by_role = {"prefill": prefill, "decode": decode}
+        self._roles = roles
+
+    def choose_pair(
+        self, request: EngineRequest, prefills: Sequence[EngineState], decodes: Sequence[EngineState]
+    ) -> tuple[EngineState, EngineState]:
+        return self._by_role["prefill"].choose(request, prefills), self._by_role["decode"].choose(request, decodes)
+
+    def on_kv_events(self, engine: int, events: Sequence[KvEvent]) -> None:
+        self._by_role[self._roles[engine]].on_kv_events(engine, events)
+
+
 def _load(engine: EngineState) -> tuple[int, int, int]:
     return (engine.in_flight, engine.in_flight_tokens, engine.index)
 
@@ -183,19 +244,42 @@ BUILT_IN: Mapping[str, Callable[[PolicyContext], Policy]] = {
 NEED_KV_EVENTS = frozenset({"prefix-aware"})
 
 
+PAIRS = "pd-pairs"
+
+
 def load_policy(name: str, file: str | None, context: PolicyContext) -> Policy:
-    """Raises ScenarioError for a file without `make_policy`."""
+    """Raises ScenarioError for a file without `make_policy`, or whose policy has not the methods of `Policy`."""
     if file is None:
         if name not in BUILT_IN:
             raise ScenarioError(f"policy is {name!r}: must be one of {', '.join(BUILT_IN)}")
         return BUILT_IN[name](context)
+    policy: Policy = _from_file(file, context)
+    _has_methods(file, policy, ("choose", "on_kv_events"))
+    return policy
+
+
+def load_pair_policy(name: str, file: str | None, context: PolicyContext, roles: Sequence[str]) -> PairPolicy:
+    """The same for prefill and decode workers."""
+    if file is None and name == PAIRS:
+        return PdPairs(roles.count("prefill"), roles.count("decode"))
+    if file is not None:
+        made = _from_file(file, replace(context, role="pair"))
+        if isinstance(made, PairPolicy):
+            return made
+    prefill, decode = (load_policy(name, file, replace(context, role=role)) for role in ("prefill", "decode"))
+    return PerRole(prefill, decode, roles)
+
+
+def _from_file(file: str, context: PolicyContext) -> Any:
     if not Path(file).is_file():
         raise ScenarioError(f"policy_file {file} does not exist")
     make = runpy.run_path(file).get("make_policy")
     if not callable(make):
         raise ScenarioError(f"policy_file {file} has no function make_policy(context)")
-    policy: Policy = make(context)
-    for method in ("choose", "on_kv_events"):
+    return make(context)
+
+
+def _has_methods(file: str, policy: object, names: Sequence[str]) -> None:
+    for method in names:
         if not callable(getattr(policy, method, None)):
             raise ScenarioError(f"policy_file {file}: what make_policy returned has no method {method}")
-    return policy

@@ -15,6 +15,7 @@ from windtunnel.core.request import EngineRequest
 from windtunnel.core.vllm.runs import TokenRun
 from windtunnel.sim.calls import Attempt
 from windtunnel.sim.kernel import Action, Kernel, Timer
+from windtunnel.sim.scenario import FrontendSpec
 from windtunnel.wire.vllm.metrics import VllmMetrics
 
 
@@ -95,6 +96,7 @@ class Replica:
         make_engine: Callable[[], Engine],
         receiver: Receiver,
         metrics: VllmMetrics | None = None,
+        frontend: FrontendSpec = FrontendSpec(),  # noqa: B008 (frozen)
     ) -> None:
         self.index = index
         self.engine = make_engine()
@@ -111,12 +113,17 @@ class Replica:
         self.on_kv_events: Callable[[int, Sequence[KvEvent]], None] | None = None
         self.on_transitions: Callable[[int, Sequence[Transition]], None] | None = None
         self.after_step: Callable[[Replica, StepOutput], None] | None = None
+        self.on_submit: Callable[[Replica, Attempt, EngineRequest], None] | None = None
+        self.on_turn: Callable[[Replica], None] | None = None
+        """Called whenever something has happened at the engine."""
         self._kernel = kernel
         self._make_engine = make_engine
         self._receiver = receiver
         self._streams: dict[str, Attempt] = {}
         self._alarm: Timer | None = None
         self._held: list[Action] = []
+        self._frontend = frontend
+        self._frontend_free_ns = 0
         self._runs = self.engine if isinstance(self.engine, RunEngine) else None
         self._seen_in_runs = 0
 
@@ -129,8 +136,25 @@ class Replica:
         else:
             self._held.append(action)
 
+    def read(self, attempt: Attempt, action: Action) -> None:
+        """A request has come: the HTTP server reads one after the other, then does `action`."""
+        cost_ns = self._frontend.request + self._frontend.prompt_token * attempt.prompt_tokens
+        if not cost_ns:
+            action()
+            return
+        self._frontend_free_ns = max(self._frontend_free_ns, self._kernel.now_ns) + cost_ns
+        self._kernel.at(self._frontend_free_ns, partial(self._has_read, attempt, action, self.generation))
+
+    def _has_read(self, attempt: Attempt, action: Action, generation: int) -> None:
+        if generation == self.generation:
+            action()
+        else:
+            self._receiver.on_lost(attempt, self._kernel.now_ns)
+
     def submit(self, attempt: Attempt, request: EngineRequest) -> Refusal | None:
         """Admit or refuse. A request that no engine of this kind could run is refused with 400."""
+        if self.on_submit is not None:
+            self.on_submit(self, attempt, request)
         try:
             refusal = self.engine.submit([request], self._kernel.now_ns)
         except ValueError as error:
@@ -178,6 +202,8 @@ class Replica:
 
     def wake(self) -> None:
         """Look at the engine again: something about it has changed."""
+        if self.on_turn is not None:
+            self.on_turn(self)
         at_ns = self.engine.next_event_at() if self.up else None
         alarm = self._alarm
         if alarm is not None:
@@ -293,6 +319,7 @@ class Replica:
         self.engine = self._make_engine()
         self._runs = self.engine if isinstance(self.engine, RunEngine) else None
         self._seen_in_runs = 0
+        self._frontend_free_ns = 0
         self.up = True
         self.wake()
 

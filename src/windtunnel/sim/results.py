@@ -139,6 +139,7 @@ def row(call: Call, times: Mapping[str, float]) -> dict[str, Any]:
         {
             "id": attempt.request_id,
             "engine": None if attempt.engine == NEVER else attempt.engine,
+            **({} if attempt.prefill is None else {"prefill": attempt.prefill.engine}),
             "sent_ns": attempt.sent_ns,
             "ended_ns": None if attempt.ended_ns == NEVER else attempt.ended_ns,
             "outcome": attempt.outcome or "in_flight",

@@ -30,37 +30,34 @@ class Client(Protocol):
 
 
 class Router:
-    """Owns the engines' states as a router sees them. Implements `replica.Receiver`."""
+    """Owns the engines' states as a router sees them. Implements `replica.Receiver`; `forward` is for those below."""
 
-    def __init__(self, kernel: Kernel, network: Network, policy: Policy, roles: Sequence[str]) -> None:
-        self.states = [EngineState(index, role) for index, role in enumerate(roles)]
+    def __init__(
+        self, kernel: Kernel, network: Network, learn: Callable[[int, Sequence[KvEvent]], None], roles: Sequence[str]
+    ) -> None:
+        """`learn` is told what the caches of the engines have gained and lost."""
+        self.states = [EngineState(at, role, place=roles[:at].count(role)) for at, role in enumerate(roles)]
         self.replicas: list[Replica] = []
         """In index order; filled by whoever builds the cluster."""
         self.routed = [0] * len(roles)
         self.client: Client
         self._kernel = kernel
         self._network = network
-        self._policy = policy
+        self._learn = learn
         self._candidates: list[EngineState] | None = None
 
     # Requests
 
     def forward(self, attempt: Attempt, request: EngineRequest) -> None:
         """A request has arrived from its client."""
-        if attempt.cancelled:
-            return
-        engines = self._healthy()
-        if not engines:
-            self._answer(attempt, partial(self._refuse_at_client, attempt, NO_BACKEND), self._kernel.now_ns)
-            return
-        self._send(attempt, request, self._policy.choose(request, engines))
+        raise NotImplementedError
 
     def _healthy(self) -> list[EngineState]:
         if self._candidates is None:
             self._candidates = [state for state in self.states if state.healthy]
         return self._candidates
 
-    def _send(self, attempt: Attempt, request: EngineRequest, state: EngineState) -> None:
+    def _send(self, attempt: Attempt, request: EngineRequest, state: EngineState, lag_ns: int = 0) -> None:
         tokens = len(request.prompt_token_ids)
         state.in_flight += 1
         state.in_flight_tokens += tokens
@@ -70,11 +67,12 @@ class Router:
         attempt.return_ns = attempt.back_router_ns + self._network.client_router_ns(FRAME_BYTES)
         replica = self.replicas[state.index]
         arrive = partial(self._arrive, attempt, request, replica)
-        self._kernel.after(self._network.router_engine_ns(request_bytes(tokens)), partial(replica.deliver, arrive))
+        delay_ns = lag_ns + self._network.router_engine_ns(request_bytes(tokens))
+        self._kernel.after(delay_ns, partial(replica.deliver, partial(replica.read, attempt, arrive)))
 
     def _arrive(self, attempt: Attempt, request: EngineRequest, replica: Replica) -> None:
         """The request has reached its engine."""
-        if attempt.cancelled:
+        if attempt.closed:
             return
         now_ns = self._kernel.now_ns
         if not replica.up:
@@ -83,11 +81,11 @@ class Router:
         attempt.generation = replica.generation
         refusal = replica.submit(attempt, request)
         if refusal is not None:
-            self._return(attempt, partial(self._refuse_at_client, attempt, refusal), now_ns)
+            self._refused(attempt, refusal, now_ns)
 
     def cancel(self, attempt: Attempt) -> None:
         """The client has closed its connection, and the router has noticed."""
-        attempt.cancelled = True
+        attempt.cancelled = attempt.closed = True
         if attempt.engine == NEVER:
             return
         self._release(attempt)
@@ -111,13 +109,17 @@ class Router:
         self._kernel.at(at_ns + attempt.return_ns, partial(self.client.on_tokens, attempt))
 
     def on_final(self, attempt: Attempt, output: TokenOutput, at_ns: int) -> None:
-        reason = output.finish_reason or FinishReason.STOP
+        failed = output.error is not None and output.error.status >= 500
+        reason = FinishReason.ERROR if failed else output.finish_reason or FinishReason.STOP
         self._return(attempt, partial(self.client.on_answered, attempt, reason), at_ns)
 
     def on_lost(self, attempt: Attempt, at_ns: int) -> None:
         if attempt.back_router_ns == NEVER:
             attempt.back_router_ns = attempt.return_ns = 0
         self._return(attempt, partial(self.client.on_reset, attempt), at_ns)
+
+    def _refused(self, attempt: Attempt, refusal: Refusal, at_ns: int) -> None:
+        self._return(attempt, partial(self._refuse_at_client, attempt, refusal), at_ns)
 
     def _return(self, attempt: Attempt, at_client: Callable[[], None], at_ns: int) -> None:
         """The last message of an engine about this attempt passes here on its way."""
@@ -157,4 +159,21 @@ class Router:
     def on_kv_events(self, engine: int, events: Sequence[KvEvent]) -> None:
         """Events of a step leave the engine as it ends."""
         delay_ns = self._network.router_engine_ns(HEAD_BYTES)
-        self._kernel.after(delay_ns, partial(self._policy.on_kv_events, engine, events))
+        self._kernel.after(delay_ns, partial(self._learn, engine, events))
+
+
+class OneRouter(Router):
+    """One engine for each request."""
+
+    def __init__(self, kernel: Kernel, network: Network, policy: Policy, roles: Sequence[str]) -> None:
+        super().__init__(kernel, network, policy.on_kv_events, roles)
+        self._policy = policy
+
+    def forward(self, attempt: Attempt, request: EngineRequest) -> None:
+        if attempt.cancelled:
+            return
+        engines = self._healthy()
+        if not engines:
+            self._answer(attempt, partial(self._refuse_at_client, attempt, NO_BACKEND), self._kernel.now_ns)
+            return
+        self._send(attempt, request, self._policy.choose(request, engines))

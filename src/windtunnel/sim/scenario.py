@@ -28,7 +28,7 @@ def _duration_ns(value: Any) -> int:
 
 DurationNs = Annotated[int, BeforeValidator(_duration_ns), Field(ge=0)]
 TokenLengths = Annotated[Lengths, BeforeValidator(parse_lengths)]
-POLICIES = ("round-robin", "random", "least-load", "power-of-two", "prefix-aware", "session-affinity")
+POLICIES = ("round-robin", "random", "least-load", "power-of-two", "prefix-aware", "session-affinity", "pd-pairs")
 
 
 class Part(BaseModel):
@@ -50,8 +50,29 @@ class PacingSpec(Part):
     load_factor: float = Field(1.0, ge=1)
 
 
+class FrontendSpec(Part):
+    """What a request costs the HTTP server before the engine sees it: one core, one request at a time."""
+
+    request: DurationNs = 0
+    prompt_token: DurationNs = 0
+    """For each token of the prompt (parsing, tokenizing)."""
+
+
+class TransferSpec(Part):
+    """How KV moves from a prefill worker: each write takes latency + bytes / bandwidth."""
+
+    bandwidth_gb_s: float = Field(10.0, gt=0)
+    """In 10^9 bytes a second."""
+    latency: DurationNs = 100 * US
+    dead_peer: DurationNs = 30 * S
+    """How long the transport takes to report a peer that is gone."""
+
+
 class EnginesSpec(Part):
-    """`count` equal engines. `config` takes the fields of the engine's own configuration, by its names."""
+    """`count` equal engines. `config` takes the fields of the engine's own configuration, by its names.
+
+    A field that ends in `_ns` may be written as a duration with a unit.
+    """
 
     count: int = Field(1, ge=1, le=4096)
     kind: str = "vllm"
@@ -59,6 +80,15 @@ class EnginesSpec(Part):
     gpus: float = Field(1.0, gt=0)
     config: dict[str, Any] = {}
     pacing: PacingSpec = PacingSpec()
+    frontend: FrontendSpec = FrontendSpec()
+    tp: int = Field(1, ge=1, le=64)
+    """Attention-TP ranks of a prefill or decode worker: each has a KV manager of its own."""
+    disagg: dict[str, Any] = {}
+    """Fields of `core.sglang.disagg.config.DisaggConfig`; `profile` is a release such as "0.5.23".
+
+    `tombstones = true`: late metadata of an ended room is refused, as no release does.
+    """
+    transfer: TransferSpec = TransferSpec()
 
 
 class NetworkSpec(Part):
@@ -66,6 +96,8 @@ class NetworkSpec(Part):
 
     client_router: DurationNs = 500 * US
     router_engine: DurationNs = 200 * US
+    engine_engine: DurationNs = 100 * US
+    """Frames between prefill and decode workers, and questions to bootstrap servers."""
     jitter: DurationNs = 0
     bandwidth_mbit: float = Field(10_000.0, gt=0)
     """Of each connection, in Mbit/s."""
@@ -138,9 +170,22 @@ class SloSpec(Part):
     e2e: DurationNs = 0
 
 
+class PdSpec(Part):
+    """How the router treats the two legs of a request to a prefill and a decode worker."""
+
+    aborts: Literal["both", "prefill", "decode", "none"] = "both"
+    """Which legs hear that the client has gone."""
+    cancel_peer: bool = True
+    """A leg that fails closes the other one (SGLang's gateway since #29017)."""
+    lag: DurationNs = 0
+    """The decode leg leaves the router so much later than the prefill leg."""
+
+
 FaultKind = Literal[
-    "crash", "kill", "silent", "stall", "pause", "pause_wait", "pause_abort", "sleep", "reset_cache", "shrink"
+    "crash", "kill", "silent", "stall", "pause", "pause_wait", "pause_abort", "sleep", "reset_cache", "shrink",
+    "lose_frames", "late_frames", "stall_writes", "fail_writes",
 ]  # fmt: skip
+WIRE_FAULTS = frozenset({"lose_frames", "late_frames", "stall_writes", "fail_writes"})
 
 
 class FaultSpec(Part):
@@ -148,12 +193,18 @@ class FaultSpec(Part):
 
     `crash`: the process is gone. `kill`: the engine core dies, the server answers errors. `silent`: nothing gets through.
     `stall`: no step begins or ends. `pause…`, `sleep`, `reset_cache`: an operator. `shrink`: half the places and budget.
+    Of a prefill or decode worker: `lose_frames`, `late_frames`: a share of the frames that it sends; of a prefill worker:
+    `stall_writes`, `fail_writes`: a share of its KV writes never settles, or is reported as failed.
     """
 
     at: DurationNs
     engine: int = Field(ge=0)
     kind: FaultKind
     duration: DurationNs = 0
+    share: float = Field(1.0, ge=0, le=1)
+    """Of the frames or writes."""
+    late: DurationNs = 100 * MS
+    """`late_frames`: by how much; later frames to the same peer wait behind."""
 
 
 class Scenario(Part):
@@ -169,6 +220,7 @@ class Scenario(Part):
     workload: WorkloadSpec = WorkloadSpec()
     clients: ClientSpec = ClientSpec()
     slo: SloSpec = SloSpec()
+    pd: PdSpec = PdSpec()
     faults: tuple[FaultSpec, ...] = ()
     metrics: bool = True
     """Fold every step into the metrics of the live server."""
@@ -183,7 +235,24 @@ class Scenario(Part):
         for fault in self.faults:
             if fault.engine >= total:
                 raise ValueError(f"faults: engine {fault.engine} does not exist; there are {total}, numbered from 0")
+        self._check_roles()
         return self
+
+    def _check_roles(self) -> None:
+        roles = {spec.role for spec in self.engines}
+        if roles not in ({"unified"}, {"prefill", "decode"}):
+            raise ValueError(f"engines: the roles are {', '.join(sorted(roles))}: all unified, or prefill and decode")
+        if self.policy == "pd-pairs" and roles == {"unified"}:
+            raise ValueError("policy is 'pd-pairs': needs engines with role prefill and role decode")
+        specs = [spec for spec in self.engines for _ in range(spec.count)]
+        for fault in self.faults:
+            role = specs[fault.engine].role
+            if fault.kind in WIRE_FAULTS and (role == "unified" or (role == "decode" and fault.kind.endswith("writes"))):
+                raise ValueError(f"faults: {fault.kind} needs a prefill worker; engine {fault.engine} is {role}")
+
+    @property
+    def disaggregated(self) -> bool:
+        return any(spec.role != "unified" for spec in self.engines)
 
 
 def parse_scenario(values: Mapping[str, Any]) -> Scenario:

@@ -14,8 +14,8 @@ from windtunnel.serve.flags import parse_args
 def trace(folder: Path) -> Path:
     rows = [
         {
-            "concurrency": clients, "start_s": one.sent_s, "prompt_tokens": one.prompt_tokens, "output_tokens": one.output_tokens,
-            "headers_ms": 2.0, "e2e_ms": one.e2e_ms, "chunks": one.chunks,
+            "concurrency": clients, "start_s": one.sent_s, "prompt_tokens": one.prompt_tokens,
+            "output_tokens": one.output_tokens, "headers_ms": 2.0, "e2e_ms": one.e2e_ms, "chunks": one.chunks,
         }
         for clients in (1, 3)
         for one in measured(clients, 15).requests

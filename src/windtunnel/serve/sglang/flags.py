@@ -7,6 +7,7 @@ from windtunnel.core.sglang.profiles import profile
 from windtunnel.serve import flags as common
 from windtunnel.serve.config import ServeConfig, UsageError
 from windtunnel.serve.flags import FLAGS, Flag, FlagTable
+from windtunnel.serve.sglang.disagg_flags import DISAGG_FLAGS
 from windtunnel.serve.sglang.engines import sglang_engine_config
 from windtunnel.serve.sglang.foreign_flags import SGLANG_FOREIGN_FLAGS
 
@@ -116,7 +117,7 @@ OWN_FLAGS: tuple[Flag, ...] = (
 )
 
 SGLANG_FLAGS = FlagTable(
-    (*(flag for flag in FLAGS if _shared(flag)), *OWN_FLAGS),
+    (*(flag for flag in FLAGS if _shared(flag)), *OWN_FLAGS, *DISAGG_FLAGS),
     SGLANG_FOREIGN_FLAGS,
     DEFAULT_PORT,
 )
@@ -124,6 +125,10 @@ SGLANG_FLAGS = FlagTable(
 
 def check_sglang(config: ServeConfig) -> None:
     """Limits that only the engine knows; the message names the setting."""
+    if config.disagg.on and config.data_parallel_size > 1:
+        raise UsageError("--dp-size: a P/D worker is one data-parallel rank here; start several with `windtunnel up`")
+    if config.disagg.mode == "prefill" and config.disagg.transfer_backend == "fake":
+        raise UsageError("--disaggregation-transfer-backend fake is a decode's: a prefill has nobody to send to")
     try:
         sglang_engine_config(config)
     except ValueError as error:

@@ -4,6 +4,7 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from types import MappingProxyType
 from typing import Any
 
 from starlette.middleware.cors import CORSMiddleware
@@ -29,12 +30,20 @@ from windtunnel.wire.sglang.metrics import SglangMetrics
 
 
 class SglangFlavour:
-    """A P/D worker overrides `engine` and `engine_type`."""
+    """`DisaggFlavour` is a P/D worker."""
 
     engine_type = "unified"
+    renamed: Mapping[str, str] = MappingProxyType({})
+    """Gauges that have an older name in the imitated release."""
 
     def engine_config(self, config: ServeConfig, tokenizer: Tokenizer) -> SglangEngineConfig:
         return sglang_engine_config(config, tokenizer)
+
+    async def start(self, server: Server) -> None:
+        """A server without peers."""
+
+    async def stop(self) -> None:
+        """Nothing was started."""
 
     def engine(self, config: SglangEngineConfig, pacing: Pacing, chance: random.Random) -> SglangLoop:
         return SglangEngine(config, pacing, chance)
@@ -54,6 +63,7 @@ class SglangFlavour:
             engine_type=self.engine_type,
             tp_ranks=range(settings.tp_size) if settings.enable_metrics_for_all_schedulers else (0,),
             constants=constant_gauges(engine_config),
+            renamed=self.renamed,
         )
 
     def env(self, env: ServerEnv, config: ServeConfig) -> ServerEnv:

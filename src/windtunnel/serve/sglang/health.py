@@ -5,6 +5,7 @@ from typing import Any
 
 from windtunnel.core.outputs import StepOutput, TokenOutput
 from windtunnel.core.request import EngineRequest
+from windtunnel.core.sglang.disagg.config import FAKE_HOST, FAKE_ROOM
 from windtunnel.core.sources import SequenceSource
 from windtunnel.core.units import S
 from windtunnel.serve.clock import now_ns
@@ -57,4 +58,6 @@ def _busy(engine: Any) -> bool:
 
 def _request(server: Server) -> EngineRequest:
     name = f"{PREFIX}_{server.new_id()}"
-    return EngineRequest(name, (0,), SequenceSource((0,)), max_tokens=1, arrival_ns=now_ns(), tags={"family": "health"})
+    bootstrap = (FAKE_HOST, None, FAKE_ROOM) if server.config.disagg.on else None
+    tags = {"family": "health"}
+    return EngineRequest(name, (0,), SequenceSource((0,)), max_tokens=1, arrival_ns=now_ns(), bootstrap=bootstrap, tags=tags)

@@ -68,12 +68,12 @@ def _lora(server: Server, _now: Mapping[str, float]) -> dict[str, Any]:
     return {"slots_used": count, "slots_total": server.config.limits.adapters, "utilization": 0.0}
 
 
-def _disaggregation(_server: Server, now: Mapping[str, float]) -> dict[str, Any]:
+def _disaggregation(server: Server, now: Mapping[str, float]) -> dict[str, Any]:
     def queue(name: str) -> int:
         return int(now.get(f"num_{name}", 0))
 
     return {
-        "mode": "null",
+        "mode": server.config.disagg.mode,
         "prefill_bootstrap_queue_reqs": queue("prefill_bootstrap_queue_reqs"),
         "prefill_inflight_queue_reqs": queue("prefill_inflight_queue_reqs"),
         "decode_prealloc_queue_reqs": queue("decode_prealloc_queue_reqs"),

@@ -19,7 +19,7 @@ SEND_QUEUE_LIMIT = 4096
 RECEIVE_QUEUE_LIMIT = 4096
 PEERS_LIMIT = 4096
 _BIND_TRIES = 2000
-PORT_MODULUS = 32
+PORT_MODULUS = 128
 """Ports of a rank's sockets differ modulo this and are never divisible by it."""
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -10,7 +10,7 @@ from windtunnel.wire import http
 from windtunnel.wire.env import ServerEnv
 from windtunnel.wire.family import ChoiceResult, Delta, Generation, PromptPlan, StreamEncoder, TokenLogprob, Usage, WireError
 from windtunnel.wire.vllm import chunks, fields, models, prompts, sampling, structured
-from windtunnel.wire.vllm.fields import AtLeastOne, AtLeastZero, CacheSalt, Int64, StopList, TokenId, Truncation
+from windtunnel.wire.vllm.fields import AtLeastOne, AtLeastZero, CacheSalt, Int64, LongTokenIds, StopList, TokenId, Truncation
 
 name = "completions"
 paths: Sequence[str] = ("/v1/completions",)
@@ -22,7 +22,7 @@ class CompletionRequest(fields.OpenModel):
     """Fields in the order of vLLM's own model: it is the order of the validation lines."""
 
     model: str | None = None
-    prompt: list[TokenId] | list[list[TokenId]] | str | list[str] | None = None
+    prompt: Annotated[list[TokenId] | list[list[TokenId]] | str | list[str] | None, LongTokenIds] = None
     echo: bool | None = False
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None

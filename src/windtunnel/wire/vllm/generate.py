@@ -11,7 +11,7 @@ from windtunnel.wire.env import ServerEnv
 from windtunnel.wire.family import ChoiceResult, Delta, Generation, StreamEncoder, TokenLogprob, Usage, WireError
 from windtunnel.wire.vllm import chunks, fields, models, prompts, sampling
 from windtunnel.wire.vllm.completions import Routing, check_cache_salt
-from windtunnel.wire.vllm.fields import CacheSalt, Int64, TokenId
+from windtunnel.wire.vllm.fields import CacheSalt, Int64, LongTokenIds, TokenId
 
 name = "generate"
 paths: Sequence[str] = ("/inference/v1/generate",)
@@ -50,7 +50,7 @@ class GenerateRequest(fields.OpenModel):
     """Fields in the order of the reference."""
 
     request_id: str | None = None
-    token_ids: Annotated[list[TokenId], Field(min_length=1)]
+    token_ids: Annotated[list[TokenId], Field(min_length=1), LongTokenIds]
     sampling_params: SamplingParams
     model: str | None = None
     stream: bool | None = False

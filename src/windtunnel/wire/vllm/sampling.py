@@ -12,6 +12,7 @@ from typing import Any
 from windtunnel.wire.env import ServerEnv
 from windtunnel.wire.family import SamplingPlan, WireError
 from windtunnel.wire.http import parameter_error
+from windtunnel.wire.vllm.prompts import highest_token_id
 
 GREEDY_BELOW = 1e-5
 _NEUTRAL: Mapping[str, float] = {
@@ -225,7 +226,7 @@ def _bad_prompt(prompts: Sequence[Sequence[int]], env: ServerEnv) -> WireError |
     for token_ids in prompts:
         if not token_ids:
             return WireError("The decoder prompt cannot be empty")
-        highest = max(token_ids)
+        highest = highest_token_id(token_ids)
         if highest >= env.vocabulary:
             return WireError(f"Token id {highest} is out of vocabulary")
     return None

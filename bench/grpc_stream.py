@@ -1,0 +1,85 @@
+"""Tokens per second of one server core: gRPC streaming against HTTP streaming, same process, same engine, in one run.
+
+What a core can do is tokens divided by the CPU time of the server process, so that a client which cannot keep up does not count
+against the server. `paced` has one message for each token. `fast` is an engine without pacing: over gRPC what waits for the
+reader merges (at most 64 messages wait for each choice), so its tokens per message are told, too.
+"""
+
+import asyncio
+import os
+from typing import Any
+
+import grpc
+from smg_grpc_proto.generated import vllm_engine_pb2 as pb
+from smg_grpc_proto.generated import vllm_engine_pb2_grpc as rpc
+
+from bench.harness import CLIENT_CORE, connect, drain, free_port, pin, send_all, server
+
+LOADS: dict[str, tuple[int, int, tuple[str, ...]]] = {
+    "paced": (64, 200, ("--itl", "20ms")),
+    "fast": (64, 1500, ()),
+}
+ROUNDS = 3
+
+
+def run() -> dict[str, Any]:
+    """The best round of each, by tokens for a second of CPU time."""
+    pin(CLIENT_CORE)
+    return {name: _compare(*load) for name, load in LOADS.items()}
+
+
+def _compare(streams: int, tokens: int, flags: tuple[str, ...]) -> dict[str, Any]:
+    http, calls = [], []
+    for _ in range(ROUNDS):
+        grpc_port = free_port()
+        with server("--grpc-port", str(grpc_port), "--max-num-seqs", str(streams), *flags) as (port, pid):
+            http.append(_http(port, pid, streams, tokens))
+            calls.append(asyncio.run(_grpc(grpc_port, pid, streams, tokens)))
+    best_http, best_grpc = max(http), max(calls)
+    return {
+        "streams": streams,
+        "http_tokens_per_core_s": round(best_http),
+        "grpc_tokens_per_core_s": round(best_grpc[0]),
+        "grpc_tokens_per_message": round(best_grpc[1], 2),
+        "ratio": round(best_grpc[0] / best_http, 3),
+    }
+
+
+def _cpu_s(pid: int) -> float:
+    """CPU time of a process so far, all threads."""
+    with open(f"/proc/{pid}/stat") as stat:
+        fields = stat.read().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _http(port: int, pid: int, streams: int, tokens: int) -> float:
+    before_s = _cpu_s(pid)
+    sockets = connect(port, streams)
+    send_all(sockets, tokens)
+    seen = sum(data.count(b"data: {") for _number, _at, data in drain(sockets, b"0\r\n\r\n"))
+    assert seen == streams * tokens, f"{seen} frames of {streams * tokens}"
+    return seen / (_cpu_s(pid) - before_s)
+
+
+async def _grpc(port: int, pid: int, streams: int, tokens: int) -> tuple[float, float]:
+    """(tokens per second of CPU time, tokens per message)."""
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        stub = rpc.VllmEngineStub(channel)
+        before_s = _cpu_s(pid)
+        counts = await asyncio.gather(*(_read(stub, number, tokens) for number in range(streams)))
+        spent_s = _cpu_s(pid) - before_s
+    seen, messages = sum(got for got, _ in counts), sum(parts for _, parts in counts)
+    assert seen == streams * tokens, f"{seen} tokens of {streams * tokens}"
+    return seen / spent_s, seen / messages
+
+
+async def _read(stub: Any, number: int, tokens: int) -> tuple[int, int]:
+    """(tokens, messages with tokens) of one stream."""
+    params = pb.SamplingParams(max_tokens=tokens, ignore_eos=True)
+    told = pb.GenerateRequest(text=f"bench [wt:{number:x}]", stream=True, sampling_params=params)
+    seen = messages = 0
+    async for message in stub.Generate(told):
+        if message.HasField("chunk"):
+            seen += len(message.chunk.token_ids)
+            messages += 1
+    return seen, messages

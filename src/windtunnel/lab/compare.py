@@ -1,0 +1,103 @@
+"""Two results of experiments, arm by arm: what got better, what got worse, and what is only noise.
+
+Rates are compared by Fisher's exact test, means by a permutation test over trials; the p-values of one comparison are
+corrected together (Holm 1979), so that many metrics do not make a false alarm likely. A finding that is new in the second
+result counts as worse whatever the statistics say.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from windtunnel.lab.experiment import ARMS, valid
+from windtunnel.lab.stats import Comparison, compare_means, compare_rates
+from windtunnel.lab.verdict import metric
+
+ALPHA = 0.05
+RATES: tuple[tuple[str, str], ...] = (
+    ("bystanders.harmed", "bystanders.sent"),
+    ("survivors.lost", "survivors.sent"),
+    ("later_streams.lost", "later_streams.sent"),
+    ("retries.lost", "retries.sent"),
+)
+MEANS: tuple[str, ...] = (
+    "leaked.running", "leaked.waiting", "leaked.kv_usage", "zombie_tokens", "freed_after_s", "quiet_s", "race_reports",
+    "survivors.itl_ms", "later_streams.ttft_ms",
+)  # fmt: skip
+"""Of all of these more is worse."""
+
+
+def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """The comparison as a document; `worse` says whether anything got worse."""
+    rows = [row for arm in ARMS for row in _rows(arm, _trials(before, arm), _trials(after, arm))]
+    for row, corrected in zip(rows, holm([row["p_value"] for row in rows]), strict=True):
+        row["p_corrected"] = corrected
+        row["change"] = "none" if corrected >= ALPHA else "worse" if row["after"] > row["before"] else "better"
+    findings = [_finding_changes(before, after, arm) for arm in ARMS]
+    return {
+        "before": _head(before),
+        "after": _head(after),
+        "alpha": ALPHA,
+        "metrics": rows,
+        "findings": findings,
+        "same_storm": before["storm"] == after["storm"],
+        "worse": any(row["change"] == "worse" for row in rows) or any(one["new"] for one in findings),
+    }
+
+
+def _head(document: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: document[key] for key in ("experiment", "verdict", "seed", "trials", "started_at", "versions")}
+
+
+def _trials(document: Mapping[str, Any], arm: str) -> list[dict[str, Any]]:
+    return valid(document["arms"][arm]["trials"])
+
+
+def _rows(arm: str, before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    out = []
+    for hits, total in RATES:
+        one, two = _counts(before, hits, total), _counts(after, hits, total)
+        if one is not None and two is not None:
+            out.append(_row(arm, hits, compare_rates(one, two)))
+    for name in MEANS:
+        first, second = _values(before, name), _values(after, name)
+        if first and second:
+            out.append(_row(arm, name, compare_means(first, second)))
+    return out
+
+
+def _counts(trials: Sequence[Mapping[str, Any]], hits: str, total: str) -> tuple[int, int] | None:
+    pairs = [(metric(trial, hits), metric(trial, total)) for trial in trials]
+    known = [(int(one), int(two)) for one, two in pairs if one is not None and two]
+    return (sum(one for one, _ in known), sum(two for _, two in known)) if known else None
+
+
+def _values(trials: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+    return [value for trial in trials if (value := metric(trial, name)) is not None]
+
+
+def _row(arm: str, name: str, comparison: Comparison) -> dict[str, Any]:
+    return {
+        "arm": arm,
+        "metric": name,
+        "before": comparison.control,
+        "after": comparison.treatment,
+        "difference": -comparison.difference,
+        "ci95": [-edge for edge in reversed(comparison.ci95)] if comparison.ci95 else None,
+        "p_value": comparison.p_value,
+        "test": comparison.test,
+    }
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Holm's step-down correction: the chance of any false alarm among them all is at most alpha."""
+    order = sorted(range(len(p_values)), key=lambda index: p_values[index])
+    out, highest = [0.0] * len(p_values), 0.0
+    for rank, index in enumerate(order):
+        highest = max(highest, min(1.0, p_values[index] * (len(p_values) - rank)))
+        out[index] = highest
+    return out
+
+
+def _finding_changes(before: Mapping[str, Any], after: Mapping[str, Any], arm: str) -> dict[str, Any]:
+    one, two = ({finding["name"] for finding in document["findings"] if finding["arm"] == arm} for document in (before, after))
+    return {"arm": arm, "new": sorted(two - one), "gone": sorted(one - two), "both": sorted(one & two)}

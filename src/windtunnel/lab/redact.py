@@ -1,0 +1,55 @@
+"""Takes keys and personal data out of documents before anybody sees them.
+
+What is replaced: the values of secret headers by their exact text, wherever they turn up (an error body may echo them);
+what looks like a key or follows a key's flag; user names in home folders, and e-mail addresses. Errors on the safe side.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+REPLACEMENT = "<removed>"
+_SECRET_HEADERS = re.compile(r"auth|key|token|cookie|secret", re.IGNORECASE)
+_LEAST_LENGTH = 4
+_PATTERNS: tuple[tuple[re.Pattern[str], str], ...] = (
+    (
+        re.compile(r"(--[\w-]*(?:key|token|secret|password)[\w-]*[= ]+)(\"[^\"]*\"|'[^']*'|[^\s\"']+)", re.IGNORECASE),
+        rf"\1{REPLACEMENT}",
+    ),
+    (re.compile(r"\b((?:[A-Z]+_)?(?:API_KEY|TOKEN|SECRET|PASSWORD)=)\S+"), rf"\1{REPLACEMENT}"),
+    (re.compile(r"\b(Bearer|Basic) +[\w.~+/=-]{4,}", re.IGNORECASE), rf"\1 {REPLACEMENT}"),
+    (re.compile(r"\b(?:sk|pk|hf|ghp|xox[abp])[-_][\w-]{8,}"), REPLACEMENT),
+    (re.compile(r"(/(?:home|Users)/)[^/\s\"':]+"), rf"\1{REPLACEMENT}"),
+    (re.compile(r"[\w.+-]+@[\w-]+(?:\.[\w-]+)*\.[A-Za-z]{2,}"), REPLACEMENT),
+    (re.compile(r"(://)[^/@\s:]+:[^/@\s]+@"), rf"\1{REPLACEMENT}@"),
+)
+
+
+def secrets_of(headers: Mapping[str, str]) -> set[str]:
+    """The values that must not be seen, and the part of each after its scheme (`Bearer …`)."""
+    values = {value for name, value in headers.items() if _SECRET_HEADERS.search(name)}
+    return {part for value in values for part in (value, value.rpartition(" ")[2]) if len(part) >= _LEAST_LENGTH}
+
+
+def redact(value: Any, secrets: Iterable[str] = ()) -> Any:
+    """The same document with every text cleaned. Numbers, keys and shape stay."""
+    longest_first = sorted(set(secrets), key=len, reverse=True)
+    return _clean(value, longest_first)
+
+
+def _clean(value: Any, secrets: list[str]) -> Any:
+    if isinstance(value, str):
+        return _clean_text(value, secrets)
+    if isinstance(value, Mapping):
+        return {key: _clean(one, secrets) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_clean(one, secrets) for one in value]
+    return value
+
+
+def _clean_text(text: str, secrets: list[str]) -> str:
+    for secret in secrets:
+        text = text.replace(secret, REPLACEMENT)
+    for pattern, replacement in _PATTERNS:
+        text = pattern.sub(replacement, text)
+    return text

@@ -1,0 +1,111 @@
+"""The flags of P/D workers: SGLang's own, its environment switches as flags, and the knobs of the simulated transfer."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from windtunnel.core.transfer.backends import FATES
+from windtunnel.core.transfer.status import RULES
+from windtunnel.serve import flags as common
+from windtunnel.serve.flags import Flag
+
+_REAL_BACKENDS = ("nixl", "mooncake", "mori", "ascend")
+
+
+def _backend(value: Any) -> str:
+    if value in _REAL_BACKENDS:
+        raise ValueError(f"{value!r} moves real memory, which a simulator does not have: sim models it, fake needs no peer")
+    return common._choice("sim", "fake")(value)  # type: ignore[no-any-return]
+
+
+def _fates(value: Any) -> tuple[tuple[str, float], ...]:
+    """`stall=0.01,fail=0.02`: shares of the posted writes."""
+    fates: list[tuple[str, float]] = []
+    for item in value if isinstance(value, list | tuple) else str(value).split(","):
+        kind, separator, share = str(item).partition("=")
+        if kind not in FATES or not separator:
+            raise ValueError(f"{item!r} is not KIND=SHARE, with one of {', '.join(FATES)} and a share from 0 to 1")
+        fates.append((kind, common._number(0, 1)(share)))
+    if sum(share for _, share in fates) > 1:
+        raise ValueError(f"{value!r}: the shares add up to more than 1")
+    return tuple(fates)
+
+
+def _off(value: Any) -> int | None:
+    return None if value in (None, "none", "off") else common._seconds(value)
+
+
+_POSITIVE = common._integer(1)
+_SWITCH: dict[str, Any] = {"parse": common._boolean, "switch": True}
+
+DISAGG_FLAGS: tuple[Flag, ...] = (
+    Flag("disaggregation-mode", "disagg.mode", common._choice("null", "prefill", "decode"), "what kind of worker this is"),
+    Flag("disaggregation-transfer-backend", "disagg.transfer_backend", _backend, "sim, or fake (decode without a peer)"),
+    Flag(
+        "disaggregation-bootstrap-port",
+        "disagg.bootstrap_port",
+        common._integer(0, 65535),
+        "port of a prefill's bootstrap server; 0 picks a free one",
+    ),
+    Flag(
+        "load-balance-method",
+        "disagg.load_balance_method",
+        common._choice("follow_bootstrap_room", "round_robin", "total_requests", "total_tokens"),
+        "how a decode finds the prefill's DP rank: from the room, or by asking",
+    ),
+    Flag("num-reserved-decode-tokens", "disagg.num_reserved_decode_tokens", common._integer(0), "kept free per request"),
+    Flag("disaggregation-decode-enable-radix-cache", "disagg.decode_radix_cache", help="prefix cache on a decode", **_SWITCH),
+    Flag("disaggregation-queue-size", "disagg.queue_size", common._integer(1, 1024), "transfer worker queues of a rank"),
+    Flag("disaggregation-bootstrap-timeout", "disagg.bootstrap_timeout_ns", common._seconds, "prefill in Bootstrapping"),
+    Flag("disaggregation-waiting-timeout", "disagg.waiting_timeout_ns", common._seconds, "decode in WaitingForInput"),
+    Flag("disaggregation-heartbeat-interval", "disagg.heartbeat_interval_ns", common._seconds, "between two heartbeats"),
+    Flag("disaggregation-heartbeat-max-failure", "disagg.heartbeat_max_failure", _POSITIVE, "misses until it is lost"),
+    Flag("disaggregation-zmq-send-timeout", "disagg.zmq_send_timeout_ns", common._seconds, "decode to prefill"),
+    Flag(
+        "disaggregation-bootstrap-entry-cleanup-interval",
+        "disagg.entry_cleanup_ns",
+        common._seconds,
+        "how long a room's DP rank is kept",
+    ),
+    Flag(
+        "disaggregation-deferred-decode-kv-release",
+        "disagg.deferred_release",
+        common._optional(common._boolean),
+        "keep pages until the prefill has stopped writing; default: as the release",
+    ),
+    Flag(
+        "disaggregation-deferred-decode-kv-release-timeout",
+        "disagg.deferred_release_timeout_ns",
+        common._seconds,
+        "at most so long",
+    ),
+    Flag("disaggregation-transferring-timeout", "disagg.transferring_timeout_ns", _off, "no release has one"),
+    Flag("disaggregation-status-rule", "disagg.status_rule", common._choice(*RULES), "instead of the release's"),
+    Flag("disaggregation-metadata-slots", "disagg.metadata_slots", _POSITIVE, "default: twice the rows"),
+    Flag(
+        "disaggregation-listen-sockets",
+        "disagg.listen_sockets",
+        common._integer(1, 120),
+        "sockets of a decode rank: it stands for so many, whose rooms spread over the prefill's transfer queues",
+    ),
+    Flag("disaggregation-report-while-stalled", "disagg.report_while_stalled", help="gauges every 30 s in a stall", **_SWITCH),
+    Flag("transfer-bandwidth", "disagg.bandwidth_gb_s", common._number(1e-9, 1e6), "10^9 bytes a second"),
+    Flag("transfer-latency", "disagg.transfer_latency_ns", common._duration, "of each write"),
+    Flag("transfer-dead-peer", "disagg.dead_peer_ns", common._duration, "until the transport reports a peer that has gone"),
+    Flag("transfer-fates", "disagg.fates", _fates, "shares of writes that stall, fail or lose their peer: stall=0.01"),
+)
+
+ENVIRONMENT: Mapping[str, str] = MappingProxyType(
+    {
+        "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "disaggregation-bootstrap-timeout",
+        "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "disaggregation-waiting-timeout",
+        "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "disaggregation-heartbeat-interval",
+        "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": "disaggregation-heartbeat-max-failure",
+        "SGLANG_DISAGGREGATION_ZMQ_SEND_TIMEOUT": "disaggregation-zmq-send-timeout",
+        "SGLANG_DISAGGREGATION_BOOTSTRAP_ENTRY_CLEANUP_INTERVAL": "disaggregation-bootstrap-entry-cleanup-interval",
+        "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE": "disaggregation-deferred-decode-kv-release",
+        "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT": "disaggregation-deferred-decode-kv-release-timeout",
+        "SGLANG_DISAGGREGATION_QUEUE_SIZE": "disaggregation-queue-size",
+    }
+)
+"""SGLang's switches and the flags that they are here (reference §3.3)."""

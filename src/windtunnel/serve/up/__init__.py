@@ -1,0 +1,1 @@
+"""Several servers and a router as processes of one command."""

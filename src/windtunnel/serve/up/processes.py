@@ -1,0 +1,170 @@
+"""Starts a plan's processes, watches them, and ends them. Only processes that were started here are ever signalled."""
+
+import asyncio
+import contextlib
+import logging
+import shutil
+import signal
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import httpx
+
+from windtunnel.serve.up.plan import Ports, ServerPlan, UpError, UpPlan
+
+log = logging.getLogger("windtunnel.up")
+
+HOST = "127.0.0.1"
+READY_POLL_S = 0.05
+READY_TIMEOUT_S = 120.0
+TERM_PATIENCE_S = 5.0
+_SCRAPE_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Up:
+    """What runs."""
+
+    url: str
+    """Where clients go: the router, or the only server."""
+    servers: Mapping[str, str]
+    """Name → base URL."""
+    ports: Ports
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that were free a moment ago, all different."""
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind((HOST, 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
+
+
+def choose_ports(plan: UpPlan) -> Ports:
+    free = iter(free_ports(2 * len(plan.servers)))
+    ports = {server.name: server.port or next(free) for server in plan.servers}
+    bootstrap = {server.name: server.bootstrap_port or next(free) for server in plan.servers if server.role == "prefill"}
+    return Ports(ports, bootstrap)
+
+
+class Fleet:
+    """Owns the processes. `start`, then `watch`, and always `stop`."""
+
+    def __init__(self, plan: UpPlan) -> None:
+        self.plan = plan
+        self._processes: dict[str, asyncio.subprocess.Process] = {}
+        self._client = httpx.AsyncClient(trust_env=False, timeout=_SCRAPE_S)
+
+    async def start(self) -> Up:
+        """All servers side by side, then the router. Raises UpError when one of them does not come up."""
+        plan = self.plan
+        ports = choose_ports(plan)
+        urls = {server.name: f"http://{HOST}:{ports.ports[server.name]}" for server in plan.servers}
+        for server in plan.servers:
+            words = [ports.fill(word, server.name) for word in server.args]
+            await self._run(server.name, [sys.executable, "-m", "windtunnel", "serve", *words])
+        await asyncio.gather(*(self._ready(name, f"{url}/v1/models") for name, url in urls.items()))
+        if plan.router == "none":
+            return Up(next(iter(urls.values())), urls, ports)
+        port = plan.router_port or free_ports(1)[0]
+        await self._run("router", [*router_command(plan, urls, ports, port), *plan.router_args])
+        await self._ready("router", f"http://{HOST}:{port}/health")
+        if plan.router == "sglang-router":
+            await self._ready("router", f"http://{HOST}:{port}/v1/models")
+        return Up(f"http://{HOST}:{port}", urls, ports)
+
+    async def _run(self, name: str, words: Sequence[str]) -> None:
+        log.info("%s: %s", name, " ".join(words))
+        try:
+            self._processes[name] = await asyncio.create_subprocess_exec(*words, stdin=asyncio.subprocess.DEVNULL)
+        except OSError as error:
+            raise UpError(f"{name}: cannot start {words[0]}: {error}") from error
+
+    async def _ready(self, name: str, url: str) -> None:
+        process = self._processes[name]
+        try:
+            async with asyncio.timeout(READY_TIMEOUT_S):
+                while not await self._answers(url):
+                    if process.returncode is not None:
+                        raise UpError(f"{name} exited with {process.returncode} before it was ready")
+                    await asyncio.sleep(READY_POLL_S)
+        except TimeoutError:
+            raise UpError(f"{name}: {url} did not answer 200 within {READY_TIMEOUT_S:g} s") from None
+
+    async def _answers(self, url: str) -> bool:
+        try:
+            return (await self._client.get(url)).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    async def watch(self, up: Up, stop: asyncio.Event, tell: Callable[[str], None]) -> bool:
+        """Until `stop` is set (True), or a process ends by itself (False, and `tell` says which)."""
+        waits = {name: asyncio.ensure_future(process.wait()) for name, process in self._processes.items()}
+        stopped = asyncio.ensure_future(stop.wait())
+        probes = asyncio.ensure_future(self._probe(up))
+        try:
+            await asyncio.wait([stopped, *waits.values()], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            probes.cancel()
+            for task in (stopped, *waits.values()):
+                task.cancel()
+        for name, process in self._processes.items():
+            if process.returncode is not None and not stop.is_set():
+                tell(f"{name} exited with {process.returncode}")
+        return stop.is_set()
+
+    async def _probe(self, up: Up) -> None:
+        """Ask every server's /health now and then, as an orchestrator does. The answers are not acted upon."""
+        while self.plan.liveness_s:
+            await asyncio.sleep(self.plan.liveness_s)
+            await asyncio.gather(*(self._answers(f"{url}/health") for url in up.servers.values()))
+
+    async def stop(self) -> None:
+        """SIGTERM to each, the router first, then SIGKILL to what is left."""
+        for process in reversed(self._processes.values()):
+            _signal(process, signal.SIGTERM)
+        waits = [process.wait() for process in self._processes.values()]
+        try:
+            async with asyncio.timeout(TERM_PATIENCE_S):
+                await asyncio.gather(*waits)
+        except TimeoutError:
+            for process in self._processes.values():
+                _signal(process, signal.SIGKILL)
+            await asyncio.gather(*(process.wait() for process in self._processes.values()))
+        await self._client.aclose()
+
+
+def _signal(process: asyncio.subprocess.Process, number: int) -> None:
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(number)
+
+
+def router_command(plan: UpPlan, urls: Mapping[str, str], ports: Ports, port: int) -> list[str]:
+    """The router's command line: ours, or the package `sglang-router` on PATH (reference clients §2). Raises UpError."""
+    if plan.router == "sglang-router":
+        found = shutil.which("sglang-router")
+        if found is None:
+            raise UpError("router: sglang-router is not on PATH; pip install sglang-router, or use --router windtunnel")
+        metrics_port = str(free_ports(1)[0])
+        head = [found, "launch", "--prometheus-host", HOST, "--prometheus-port", metrics_port]
+    else:
+        head = [sys.executable, "-m", "windtunnel", "router"]
+    return [*head, "--host", HOST, "--port", str(port), *_targets(plan, urls, ports)]
+
+
+def _targets(plan: UpPlan, urls: Mapping[str, str], ports: Ports) -> list[str]:
+    def of(role: str) -> list[ServerPlan]:
+        return [server for server in plan.servers if server.role == role]
+
+    if not plan.pd:
+        return ["--worker-urls", *urls.values()]
+    words = ["--pd-disaggregation"]
+    for server in of("prefill"):
+        words += ["--prefill", urls[server.name], str(ports.bootstrap[server.name])]
+    for server in of("decode"):
+        words += ["--decode", urls[server.name]]
+    return words
