@@ -19,7 +19,7 @@ from windtunnel.core.outputs import Refusal
 from windtunnel.serve.clock import now_ns
 from windtunnel.serve.failures import RETURN_ERROR
 from windtunnel.serve.fetched import FetchedAnswer
-from windtunnel.serve.generate import Departure, End, refused
+from windtunnel.serve.generate import Departure, End, planned, refused
 from windtunnel.serve.grpc_front import Method
 from windtunnel.serve.jobs import Job
 from windtunnel.serve.loads import LoadObserver
@@ -65,7 +65,7 @@ async def _generate(server: "Server", request: pb.GenerateRequest, call: Any) ->
         raise WireError("This model makes vectors, not text: call Embed")
     arrival_ns = now_ns()
     _inject_failure(server, call)
-    generation = wire.plan(request, server.env)
+    generation = await planned(server, request.ByteSize(), partial(wire.plan, request, server.env))
     if server.recorded:
         generation = server.recorded.attach(generation, _NO_BODY)
     server.load += 1
