@@ -132,4 +132,5 @@ def check_sglang(config: ServeConfig) -> None:
     try:
         sglang_engine_config(config)
     except ValueError as error:
-        raise UsageError(f"--{str(error).replace('_', '-')}") from None
+        told = str(error).replace("max_total_num_tokens", "max_total_tokens")
+        raise UsageError(f"--{told.replace('_', '-')}") from None
