@@ -9,12 +9,14 @@ from tests.serve.sglang_live import BODIES, NEVER_NS, PHASES, abort_of, events, 
 
 MESSAGES = {"queued": "Abort in waiting queue", "prefill": "Aborted", "decode": "Aborted"}
 RID = {"rid": "job-1"}
+HELD: list["asyncio.Task[httpx.Response]"] = []
+"""Keeps the tasks that fill a server from being collected."""
 
 
 async def begun(server: Any, client: httpx.AsyncClient, phase: str, path: str, **fields: Any) -> "asyncio.Task[httpx.Response]":
     """A request that stays in this phase."""
     if phase == "queued":
-        asyncio.ensure_future(client.post("/generate", json=BODIES["/generate"]))
+        HELD.append(asyncio.ensure_future(client.post("/generate", json=BODIES["/generate"])))
         await server.until(lambda: server.states() == ["prefill"])
     quiet = server.states()
     task = asyncio.ensure_future(client.post(path, json=BODIES[path] | RID | fields))
