@@ -9,14 +9,14 @@ from tests.serve.sglang_live import BODIES, NEVER_NS, PHASES, abort_of, events, 
 
 MESSAGES = {"queued": "Abort in waiting queue", "prefill": "Aborted", "decode": "Aborted"}
 RID = {"rid": "job-1"}
-HELD: list["asyncio.Task[httpx.Response]"] = []
-"""Keeps the tasks that fill a server from being collected."""
+BACKGROUND: "set[asyncio.Task[httpx.Response]]" = set()
+"""Requests that only occupy a slot: somebody must hold their tasks."""
 
 
 async def begun(server: Any, client: httpx.AsyncClient, phase: str, path: str, **fields: Any) -> "asyncio.Task[httpx.Response]":
     """A request that stays in this phase."""
     if phase == "queued":
-        HELD.append(asyncio.ensure_future(client.post("/generate", json=BODIES["/generate"])))
+        BACKGROUND.add(asyncio.ensure_future(client.post("/generate", json=BODIES["/generate"])))
         await server.until(lambda: server.states() == ["prefill"])
     quiet = server.states()
     task = asyncio.ensure_future(client.post(path, json=BODIES[path] | RID | fields))
