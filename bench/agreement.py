@@ -6,10 +6,11 @@
 server that takes 28 at a time.
 
 The live side starts `python -m windtunnel serve` with the same pacing, sends the same prompts at the same times, and aborts
-the same requests after the same number of tokens. Before that it measures the front end: what the first token of lone
-requests with short and long prompts takes beyond the step that makes it. That cost, as one serial queue, is all that the
-model knows of the machine. Prints one JSON line: both sides' counts, medians of TTFT, inter-token latency and E2E, and their
-ratios, the front end's cost and the load average.
+the same requests after the same number of tokens. Before that it measures the front end, with other requests than those that
+are compared: how long a batch of requests takes that the server reads and refuses (its serial cost), and what the first token
+of lone requests takes beyond the step that makes it (the latency). That is all that the model knows of the machine. Prints one
+JSON line: both sides' counts, medians of TTFT, inter-token latency and E2E, and their ratios, the front end and the load
+average.
 """
 
 import argparse
@@ -48,8 +49,10 @@ WORKLOADS: dict[str, dict[str, Any]] = {
 PACING = {"base": "25ms", "prefill_token": "20us", "decode_seq": "300us"}
 PROBE_TOKENS = (50, 400)
 """Prompts of the lone requests."""
-PROBES = 20
-Frontend = dict[str, str]
+PROBES, ROUNDS, BATCH = 20, 5, 30
+TOO_MANY_TOKENS = 40_000
+CONNECT_AHEAD_S = 0.4
+Frontend = dict[str, Any]
 
 
 def scenario(name: str, frontend: Frontend | None = None) -> Scenario:
@@ -127,19 +130,40 @@ async def lived(wanted: Scenario) -> tuple[Side, Frontend]:
 
 
 async def probe(port: int, wanted: Scenario) -> Frontend:
-    """The cost of a request and of a prompt token before the engine, from lone requests; the first ones warm up."""
-    extra_ms: dict[int, list[float]] = {tokens: [] for tokens in PROBE_TOKENS}
-    pacing, draws = wanted.engines[0].pacing, Random(1)
-    for number in range(-1, PROBES):
-        for tokens, seen in extra_ms.items():
-            side = Side()
-            await ask(port, Question(-1, random_tokens(draws, tokens), 1), time.perf_counter() + 0.02, side)
-            if number >= 0:
-                seen.append(side.ttft_ms[0] - (pacing.base + pacing.prefill_token * tokens) / 1e6)
-    (short, short_ms), (long, long_ms) = ((tokens, median(seen)) for tokens, seen in extra_ms.items())
+    """The front end's cost for a request and for a prompt token, and its latency. The first round warms up."""
+    short, long = PROBE_TOKENS
+    rounds = [[await serial_ms(port, tokens) for tokens in PROBE_TOKENS] for _ in range(1 + ROUNDS)][1:]
+    short_ms, long_ms = (median(one[at] for one in rounds) for at in range(2))
     token_ms = max(0.0, (long_ms - short_ms) / (long - short))
     request_ms = max(0.0, short_ms - token_ms * short)
-    return {"request": f"{round(request_ms * 1e6)}ns", "prompt_token": f"{round(token_ms * 1e6)}ns"}
+    lone_ms = median([await lone_extra_ms(port, wanted, long) for _ in range(PROBES)])
+    latency_ms = max(0.0, lone_ms - request_ms - token_ms * long)
+    values = {"request": request_ms, "prompt_token": token_ms, "latency": latency_ms}
+    return {name: f"{round(value_ms * 1e6)}ns" for name, value_ms in values.items()}
+
+
+async def lone_extra_ms(port: int, wanted: Scenario, tokens: int) -> float:
+    """What the first token of a lone request takes beyond the step that makes it."""
+    side, pacing = Side(), wanted.engines[0].pacing
+    prompt = random_tokens(Random(time.perf_counter_ns()), tokens)
+    await ask(port, Question(-1, prompt, 1), time.perf_counter() + 0.02, side)
+    return side.ttft_ms[0] - (pacing.base + pacing.prefill_token * tokens) / 1e6
+
+
+async def serial_ms(port: int, tokens: int) -> float:
+    """Time for each of `BATCH` requests at once that need no engine: the server reads them and finds max_tokens too large."""
+    request = encoded(Question(-1, random_tokens(Random(tokens), tokens), TOO_MANY_TOKENS))
+    streams = [await asyncio.open_connection("127.0.0.1", port) for _ in range(BATCH)]
+    started_s = time.perf_counter()
+    for _reader, writer in streams:
+        writer.write(request)
+    for reader, _writer in streams:
+        status = await reader.readline()
+        assert b" 400 " in status, f"the probe was answered {status!r}"
+    took_s = time.perf_counter() - started_s
+    for _reader, writer in streams:
+        writer.close()
+    return took_s * 1000 / BATCH
 
 
 @contextlib.asynccontextmanager
@@ -190,6 +214,19 @@ async def _healthy(port: int) -> bool:
 
 async def ask(port: int, question: Question, at_s: float, side: Side) -> None:
     """One streamed completion, sent at `at_s`; the socket is open beforehand."""
+    request = encoded(question)
+    await asyncio.sleep(max(0.0, at_s - time.perf_counter() - CONNECT_AHEAD_S))
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    await asyncio.sleep(max(0.0, at_s - time.perf_counter()))
+    started_s = time.perf_counter()
+    writer.write(request)
+    status = int((await reader.readline()).split()[1])
+    outcome, times = ("refused", []) if status == 503 else await _read(reader, ABORT_TOKENS if leaves(question) else None)
+    side.add(outcome, started_s, times, time.perf_counter())
+    writer.close()
+
+
+def encoded(question: Question) -> bytes:
     body = {
         "model": "m",
         "prompt": list(question.prompt_token_ids),
@@ -199,15 +236,7 @@ async def ask(port: int, question: Question, at_s: float, side: Side) -> None:
     }
     data = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
-    await asyncio.sleep(max(0.0, at_s - time.perf_counter() - 0.1))
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    await asyncio.sleep(max(0.0, at_s - time.perf_counter()))
-    started_s = time.perf_counter()
-    writer.write(head.encode() + data)
-    status = int((await reader.readline()).split()[1])
-    outcome, times = ("refused", []) if status == 503 else await _read(reader, ABORT_TOKENS if leaves(question) else None)
-    side.add(outcome, started_s, times, time.perf_counter())
-    writer.close()
+    return head.encode() + data
 
 
 async def _read(reader: asyncio.StreamReader, limit: int | None) -> tuple[str, list[float]]:

@@ -142,7 +142,7 @@ def test_options_replace_what_the_file_says(experiment: Experiment) -> None:
 
 
 def test_templates() -> None:
-    assert fill("{port} {seed} --itl {20ms}", port=7, time_scale=0.5, seed=3) == "7 3 --itl 10ms"
+    assert fill("{port} {seed} --itl {20ms}", port=7, time_scale=2, seed=3) == "7 3 --itl 10ms"
     assert fill("{python}", port=7, time_scale=1, seed=3) == sys.executable
     with pytest.raises(ValueError, match=r"unknown placeholder \{prot\}"):
         fill("{prot}", port=7, time_scale=1, seed=3)

@@ -28,7 +28,7 @@ def test_cancelled_streams_is_the_investigation() -> None:
 
 def test_durations_and_the_time_scale(text: str) -> None:
     text = text.replace("victims = 3", 'victims = 3\nwhen = "after:100ms"\nobserve = "2s"')
-    plan = parse(text, "x").storm.plan(seed=0, time_scale=0.5)
+    plan = parse(text, "x").storm.plan(seed=0, time_scale=2)
     assert plan.when.moment is Moment.AFTER
     assert plan.when.after_ns == 50_000_000
     assert plan.observe_ns == 1_000_000_000

@@ -144,7 +144,8 @@ async def test_the_symptom_shows_with_the_fault_and_only_then(name: str, planted
 
 
 def test_every_fault_has_a_case() -> None:
-    assert set(CATALOGUE) == {*CASES, "response-object-reuse"}
+    proved_elsewhere = {name for name, entry in CATALOGUE.items() if entry.experiment}
+    assert set(CATALOGUE) - proved_elsewhere == {*CASES, "response-object-reuse"}
 
 
 @pytest.mark.parametrize("name", CATALOGUE)

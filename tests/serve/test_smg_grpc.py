@@ -94,8 +94,9 @@ def unchunked(body: bytes) -> bytes:
     return out
 
 
-async def test_the_text_is_the_one_that_the_worker_gives_over_http() -> None:
-    async with grpc_live() as worker, smg(worker) as port:
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+async def test_the_text_is_the_one_that_the_worker_gives_over_http(engine: str) -> None:
+    async with grpc_live(engine=engine) as worker, smg(worker) as port:
         for extra in ({}, {"stop": ["e"]}, {"max_tokens": 300}):
             body = CHAT | extra
             expected = text_of((await post(worker.live.port, body))[2])
@@ -114,10 +115,11 @@ async def test_two_workers_share_the_load_and_give_the_same_text() -> None:
             assert worker.live.gauge("vllm:request_success_total") >= 2
 
 
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
-async def test_a_client_that_leaves_the_router_frees_the_worker(stream: bool) -> None:
+async def test_a_client_that_leaves_the_router_frees_the_worker(stream: bool, engine: str) -> None:
     """While streaming smg calls Abort and drains until the worker ends the stream; otherwise it cancels the call."""
-    async with grpc_live(pacing__itl_ns=5_000_000) as worker, smg(worker) as port:
+    async with grpc_live(engine=engine, pacing__itl_ns=5_000_000) as worker, smg(worker) as port:
         await worker.live.until(lambda: worker.live.states() == [])
         client = await RawClient.connect(port)
         client.send(request_bytes(PATH, CHAT | {"max_tokens": 20_000, "ignore_eos": True, "stream": stream}))

@@ -47,7 +47,7 @@ def run(
     control_cmd: Annotated[str | None, typer.Option(help="Command of the control arm, with {port}")] = None,
     treatment_cmd: Annotated[str | None, typer.Option(help="Command of the treatment arm, with {port}")] = None,
     ready_url: Annotated[str | None, typer.Option(help="Answers 200 when a server is ready, with {port}")] = None,
-    time_scale: Annotated[float, typer.Option(min=0.001, max=1_000, help="Multiplies the durations of pacing and storm")] = 1.0,
+    time_scale: Annotated[float, typer.Option(min=0.001, max=1_000, help="Divides the durations of pacing and storm")] = 1.0,
     aa: Annotated[str | None, typer.Option(help="control or treatment: run this arm against itself")] = None,
     looks: Annotated[int, typer.Option(min=1, max=20, help="Test so often and stop at the first effect; alpha is shared")] = 1,
     plan: Annotated[bool, typer.Option("--plan", help="Print how many trials would be needed, and run nothing")] = False,

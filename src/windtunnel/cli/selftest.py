@@ -50,7 +50,8 @@ def _cases(only: list[str]) -> "list[Case]":
     unknown = sorted(set(only) - set(CATALOGUE))
     if unknown:
         fail(f"--only {unknown[0]!r} is not a fault; those are {', '.join(CATALOGUE)}")
-    return [Case(entry.name, entry.finding) for entry in CATALOGUE.values() if not only or entry.name in only]
+    chosen = [entry for entry in CATALOGUE.values() if not entry.experiment and (not only or entry.name in only)]
+    return [Case(entry.name, entry.finding) for entry in chosen]
 
 
 def _tell(run: "Run", done: int, total: int) -> None:

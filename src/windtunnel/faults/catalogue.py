@@ -18,6 +18,8 @@ class CatalogueEntry:
     """The finding that the lab must raise."""
     option: str = ""
     """What may follow the name after a colon (`NAME:VALUE`), with its default; empty: nothing."""
+    experiment: str = ""
+    """The built-in experiment that proves it, where one server is not enough; empty: `windtunnel selftest`."""
 
 
 class UnknownFault(ValueError):
@@ -127,6 +129,34 @@ _ENTRIES = (
         models=("vLLM #43226", "vLLM #46240"),
         finding="wedged",
         option="steps, default 20",
+    ),
+    CatalogueEntry(
+        name="transfer-race",
+        module="transfer_race",
+        summary="P/D prefill: time between a transfer worker's check of a room and its update to Transferring",
+        seam="disagg_config",
+        models=("sglang #24522", "sglang #30352"),
+        finding="hidden_cleanup",
+        option="gap, default 1s",
+        experiment="pd-abort-storm",
+    ),
+    CatalogueEntry(
+        name="peer-lost-on-abort",
+        module="peer_lost_on_abort",
+        summary="P/D prefill: an aborted room's writes have lost their peer; the transport says so after its time",
+        seam="disagg_config",
+        models=("sglang #31800",),
+        finding="hidden_cleanup",
+        experiment="pd-abort-storm",
+    ),
+    CatalogueEntry(
+        name="persistent-pin",
+        module="persistent_pin",
+        summary="P/D prefill: one request is inflight from the start, on a handle that never settles",
+        seam="transfer_backend, connected",
+        models=("sglang #31800", "sglang #37316"),
+        finding="hidden_cleanup",
+        experiment="pd-abort-storm",
     ),
 )
 

@@ -10,7 +10,7 @@ import shlex
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,15 +39,15 @@ class Running:
     """Its stdout and stderr together; None for a server that was running already."""
     pid: int | None = None
     """The process that was started here."""
-    port2: int = 0
-    """A second port for the arm's command (`{port2}`)."""
+    more_ports: tuple[int, ...] = (0, 0, 0)
+    """Further ports for the arm's command (`{port2}`, `{port3}`, `{port4}`)."""
 
 
-def fill(template: str, *, port: int, time_scale: float, seed: int, port2: int = 0) -> str:
-    """`{port}`, `{port2}`, `{seed}`, `{python}` and durations (`{20ms}`, multiplied by the time scale). Raises ValueError."""
+def fill(template: str, *, port: int, time_scale: float, seed: int, more_ports: Sequence[int] = (0, 0, 0)) -> str:
+    """`{port}` to `{port4}`, `{seed}`, `{python}`, `{time_scale}`, durations (`{20ms}`, divided by it). Raises ValueError."""
     values = {
         "port": str(port),
-        "port2": str(port2),
+        **{f"port{number}": str(one) for number, one in enumerate(more_ports, 2)},
         "seed": str(seed),
         "python": sys.executable,
         "time_scale": f"{time_scale:g}",
@@ -58,7 +58,7 @@ def fill(template: str, *, port: int, time_scale: float, seed: int, port2: int =
         if name in values:
             return values[name]
         try:
-            return format_duration(round(parse_duration_ns(name) * time_scale))
+            return format_duration(round(parse_duration_ns(name) / time_scale))
         except ValueError:
             known = ", ".join(f"{{{key}}}" for key in values)
             raise ValueError(f"unknown placeholder {{{name}}}: write one of {known} or a duration such as {{20ms}}") from None
@@ -89,14 +89,14 @@ async def running(
         yield Running(arm.url, None)
         return
     assert arm.command is not None
-    port, port2 = free_ports(2)
-    words = [fill(word, port=port, port2=port2, time_scale=time_scale, seed=seed) for word in shlex.split(arm.command)]
+    port, *more = free_ports(4)
+    words = [fill(word, port=port, more_ports=more, time_scale=time_scale, seed=seed) for word in shlex.split(arm.command)]
     process = await _start(words, arm.env, log)
     try:
         ready = fill(arm.ready_url or "http://127.0.0.1:{port}/health", port=port, time_scale=time_scale, seed=seed)
         await _wait_ready(ready, arm.ready_timeout_ns, process, log, stop)
         origin = parse_origin(ready)
-        yield Running(f"{origin.scheme}://{origin.authority}", log, process.pid, port2)
+        yield Running(f"{origin.scheme}://{origin.authority}", log, process.pid, tuple(more))
     finally:
         await end(process)
 

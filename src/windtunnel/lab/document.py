@@ -12,6 +12,7 @@ from windtunnel.lab.connection import How
 from windtunnel.lab.findings import Finding, find, freed_after_ns, zombie_tokens
 from windtunnel.lab.latency import spread
 from windtunnel.lab.plan import Role, StormPlan
+from windtunnel.lab.queues import queue_documents
 from windtunnel.lab.record import Sample, StormResult, StreamRecord
 from windtunnel.lab.redact import redact, secrets_of
 from windtunnel.lab.target import Target
@@ -37,6 +38,7 @@ def storm_document(result: StormResult) -> dict[str, Any]:
         "zombie_tokens": zombie_tokens(result),
         "baseline": {"gauges": dict(result.baseline.gauges)},
         "series": _series(result.samples),
+        "queues": queue_documents(result),
         "counters": _counters(result),
         "process": _process(result.samples),
         "direct": asdict(result.direct) if result.direct else None,

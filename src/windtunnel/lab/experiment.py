@@ -177,7 +177,7 @@ class _Trial:
         log = self.logs / f"{self.name}-{self.trial + 1}.log"
         seed = self.experiment.seed + self.trial
         plan = self.experiment.plan(self.name, seed=seed, time_scale=self.options.time_scale)
-        head = {"trial": self.trial + 1, "arm": self.name, "seed": seed}
+        head = {"trial": self.trial + 1, "arm": self.name, "seed": seed, "time_scale": self.options.time_scale}
         try:
             document = await self._storm(log, plan, on_event)
             error = None
@@ -197,7 +197,7 @@ class _Trial:
             check_target_allowed(parse_origin(arm.url).host, owned=self.options.owned)
         async with running(arm, log, time_scale=self.options.time_scale, seed=plan.seed, stop=self.stop) as server:
             model = arm.model or await find_model(server.url, arm.headers)
-            sources = [one.replace("{port2}", str(server.port2)) for one in arm.metrics_urls]
+            sources = [fill(one, port=0, more_ports=server.more_ports, time_scale=1.0, seed=0) for one in arm.metrics_urls]
             target = make_target(server.url, model, headers=arm.headers, metrics_urls=sources, watch=arm.watch)
             return storm_document(await run_storm(target, plan, stop=self.stop, on_event=on_event, pid=server.pid))
 
@@ -223,6 +223,7 @@ def _empty_trial() -> dict[str, Any]:
         "zombie_tokens": 0,
         "baseline": {"gauges": {}},
         "series": [],
+        "queues": {},
         "counters": {},
         "phases": [],
         "events": [],
@@ -254,6 +255,8 @@ def make_document(
     effect |= {"aa": options.aa is not None, "looks": options.looks}
     complete = not interrupted and all(good.values())
     verdict, why = decide([one["holds"] for one in predictions], effect, complete=complete)
+    findings = _findings(trials)
+    why += _unpredicted(findings)
     document = {
         "format": FORMAT,
         "experiment": experiment.name,
@@ -265,7 +268,7 @@ def make_document(
         "predictions": predictions,
         "effect": effect,
         "arms": {name: _arm_document(experiment, name, trials[name]) for name in ARMS},
-        "findings": _findings(trials),
+        "findings": findings,
         "storm": plan_document(experiment.storm.plan(seed=experiment.seed, time_scale=options.time_scale)),
         "seed": experiment.seed,
         "trials": experiment.trials,
@@ -278,6 +281,12 @@ def make_document(
     arms = [experiment.arm(name) for name in ARMS]
     cleaned: dict[str, Any] = redact(document, {one for arm in arms for one in secrets_of(arm.headers) | secrets_of(arm.env)})
     return cleaned
+
+
+def _unpredicted(findings: Sequence[Mapping[str, Any]]) -> str:
+    """A hidden clean-up explains a refuted "never": the verdict names it."""
+    found = next((one for one in findings if one["name"] == "hidden_cleanup"), None)
+    return f"; a clean-up that nobody predicted: in the {found['arm']} arm {found['evidence'][0]}" if found else ""
 
 
 def _arm_document(experiment: Experiment, name: ArmName, trials: list[dict[str, Any]]) -> dict[str, Any]:

@@ -102,7 +102,7 @@ class ActionSection(_Section):
 
 
 class StormSection(_Section):
-    """The storm plan; durations carry a unit and are multiplied by the time scale, except time-outs and deadlines."""
+    """The storm plan; durations carry a unit and are divided by the time scale, except time-outs and deadlines."""
 
     victims: int = 20
     rounds: int = 1
@@ -136,6 +136,8 @@ class StormSection(_Section):
     sample_every: DurationNs = 50_000_000
     quiet_deadline: DurationNs = 10 * S
     observe: DurationNs = 0
+    polls: int = 0
+    poll_every: DurationNs = 12 * S
     request_timeout: DurationNs = 30 * S
     actions: tuple[ActionSection, ...] = ()
     oracle: Literal["auto", "on", "off"] = "auto"
@@ -145,7 +147,7 @@ class StormSection(_Section):
 
     def plan(self, *, seed: int, time_scale: float) -> StormPlan:
         def scaled(ns: int) -> int:
-            return round(ns * time_scale)
+            return round(ns / time_scale)
 
         kinds = self.bystander_kinds
         return StormPlan(
@@ -181,6 +183,9 @@ class StormSection(_Section):
             sample_every_ns=max(scaled(self.sample_every), 1_000_000),
             quiet_deadline_ns=self.quiet_deadline,
             observe_ns=scaled(self.observe),
+            polls=self.polls,
+            poll_every_ns=max(scaled(self.poll_every), 1_000_000),
+            time_scale=time_scale,
             request_timeout_ns=self.request_timeout,
             actions=tuple(Action(one.path, one.at, scaled(one.after), one.method) for one in self.actions),
             oracle=self.oracle,

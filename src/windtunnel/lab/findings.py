@@ -18,11 +18,14 @@ from windtunnel.core.units import MS
 from windtunnel.lab.conservation import imbalances
 from windtunnel.lab.latency import slowdowns
 from windtunnel.lab.plan import Role
+from windtunnel.lab.queues import clean_up, queues_of
 from windtunnel.lab.record import Damage, End, Sample, StormResult, StreamRecord
 from windtunnel.lab.sampler import KV_TOLERANCE
 from windtunnel.lab.target import GENERATION_TOKENS
 
 EVIDENCE_LIMIT = 12
+CLEANUP_GRACES = 3
+"""A queue that is up for so many graces was not merely being drained."""
 GAUGE_LAG_NS = 100 * MS
 """Gauges are written with a step; so much later than the truth they may be."""
 
@@ -287,6 +290,18 @@ def _retry_storm_amplified(result: StormResult) -> Iterator[str]:
             return
 
 
+def _hidden_cleanup(result: StormResult) -> Iterator[str]:
+    """A queue that stood long above its baseline and then drained at once: something gives up after a time of its own."""
+    threshold_s = CLEANUP_GRACES * result.cancel_grace_ns / 1e9 * result.plan.time_scale
+    for queue in queues_of(result):
+        if clean_up(queue, threshold_s):
+            stays = f", {queue.baseline:g} that was there before stays" if queue.baseline else ""
+            yield (
+                f"{queue.key} stood {queue.held or queue.peak - queue.baseline:g} above its baseline after the storm and came"
+                f" back by itself {queue.drained_at_s:.0f} s after the last client had left{stays}"
+            )
+
+
 KINDS: tuple[FindingKind, ...] = (
     FindingKind(
         "bystander_error",
@@ -342,6 +357,12 @@ KINDS: tuple[FindingKind, ...] = (
     ),
     FindingKind(
         "gauge_drift", Severity.MEDIUM, "a counter of live requests is not paired on every way out of them", _gauge_drift
+    ),
+    FindingKind(
+        "hidden_cleanup",
+        Severity.MEDIUM,
+        "requests that nobody can end wait for the transport to report a dead peer, which then fails them all",
+        _hidden_cleanup,
     ),
     FindingKind(
         "stale_gauge", Severity.LOW, "gauges are written only when a step runs, and no step follows the abort", _stale_gauge

@@ -207,6 +207,11 @@ class StormPlan:
     quiet_deadline_ns: int = 10 * S
     observe_ns: int = 0
     """Keep sampling for so long after the last victim has left, quiet or not."""
+    polls: int = 0
+    """Read every queue so often after the last victim has left, `poll_every_ns` apart."""
+    poll_every_ns: int = 12 * S
+    time_scale: float = 1.0
+    """How much faster than the real server the target's clock runs; the durations here are divided already."""
     request_timeout_ns: int = 30 * S
     linger_ns: int = 1 * S
     """How long a half-closed victim still reads."""
@@ -256,6 +261,8 @@ _AT_LEAST = {
     "sample_every_ns": MS,
     "quiet_deadline_ns": 0,
     "observe_ns": 0,
+    "polls": 0,
+    "poll_every_ns": MS,
     "request_timeout_ns": MS,
     "linger_ns": 0,
 }

@@ -352,9 +352,14 @@ class _Storm:
             at_ns = sample.at_ns
         return at_ns
 
+    def _observe_ns(self) -> int:
+        """Until the last poll has a sample."""
+        polls_ns = self.plan.polls * self.plan.poll_every_ns + 3 * self.plan.sample_every_ns
+        return max(self.plan.observe_ns, polls_ns if self.plan.polls else 0)
+
     async def _observe(self) -> None:
         left = [record.left_ns for record in self.streams if record.left_ns is not None]
-        rest_ns = max(left, default=0) + self.plan.observe_ns - self.session.now_ns()
+        rest_ns = max(left, default=0) + self._observe_ns() - self.session.now_ns()
         if rest_ns > 0 and left:
             with self._phase("observe"):
                 await asyncio.sleep(rest_ns / 1e9)
@@ -411,7 +416,7 @@ class _Storm:
         return StormResult(
             plan=self.plan,
             kind=self.sampler.kind.name,
-            cancel_grace_ns=self.sampler.kind.cancel_grace_ns,
+            cancel_grace_ns=round(self.sampler.kind.cancel_grace_ns / self.plan.time_scale),
             watches={key: gauge.watch.value for key, gauge in self.sampler.gauges().items()},
             baseline=baseline,
             oracle=self._oracle,

@@ -41,7 +41,7 @@ class Gauge(NamedTuple):
 
 
 class Counter(NamedTuple):
-    """A counter, split by one label when `by` is given (`key{value}`)."""
+    """A counter, split by labels when `by` is given (`key{value}`, or `key{value,value}` for `label,label`)."""
 
     key: str
     name: str
@@ -113,6 +113,7 @@ _SGLANG = Kind(
         Counter("num_aborted_requests", "sglang:num_aborted_requests_total"),
         Counter("num_transfer_failed_reqs", "sglang:num_transfer_failed_reqs_total"),
         Counter("num_bootstrap_failed_reqs", "sglang:num_bootstrap_failed_reqs_total"),
+        Counter("transfer_failed_by_rank", "sglang:num_transfer_failed_reqs_total", "engine_type,tp_rank"),
     ),
     cancel_grace_ns=4_500 * MS,
 )
@@ -234,7 +235,8 @@ def read_counters(series: Sequence[Series], counters: Iterable[Counter]) -> dict
     for counter in counters:
         for one in series:
             if one.name == counter.name:
-                key = f"{counter.key}{{{one.labels.get(counter.by, '')}}}" if counter.by else counter.key
+                values = ",".join(one.labels.get(label, "") for label in (counter.by or "").split(","))
+                key = f"{counter.key}{{{values}}}" if counter.by else counter.key
                 out[key] = out.get(key, 0.0) + one.value
     return out
 

@@ -63,7 +63,7 @@ def _from_series(trial: Trial, gauge: str, fold: str, at: str | None) -> float |
         return None
     if at is not None:
         left = [event["t_s"] for event in trial["events"] if event["what"] == "left"]
-        due = max(left, default=0.0) + parse_duration_ns(at) / 1e9
+        due = max(left, default=0.0) + parse_duration_ns(at) / 1e9 / trial.get("time_scale", 1.0)
         return next((float(value) for t_s, value in rows if t_s >= due), None)
     values = [float(value) for _, value in rows]
     return {"max": max(values), "min": min(values), "last": values[-1]}[fold]

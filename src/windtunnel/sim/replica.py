@@ -123,7 +123,7 @@ class Replica:
         self._alarm: Timer | None = None
         self._held: list[Action] = []
         self._frontend = frontend
-        self._frontend_free_ns = 0
+        self._read_until_ns = 0
         self._runs = self.engine if isinstance(self.engine, RunEngine) else None
         self._seen_in_runs = 0
 
@@ -138,12 +138,14 @@ class Replica:
 
     def read(self, attempt: Attempt, action: Action) -> None:
         """A request has come: the HTTP server reads one after the other, then does `action`."""
-        cost_ns = self._frontend.request + self._frontend.prompt_token * attempt.prompt_tokens
-        if not cost_ns:
+        frontend = self._frontend
+        cost_ns = frontend.request + frontend.prompt_token * attempt.prompt_tokens
+        if not cost_ns and not frontend.latency:
             action()
             return
-        self._frontend_free_ns = max(self._frontend_free_ns, self._kernel.now_ns) + cost_ns
-        self._kernel.at(self._frontend_free_ns, partial(self._has_read, attempt, action, self.generation))
+        self._read_until_ns = max(self._read_until_ns, self._kernel.now_ns) + cost_ns
+        at_ns = self._read_until_ns + frontend.latency
+        self._kernel.at(at_ns, partial(self._has_read, attempt, action, self.generation))
 
     def _has_read(self, attempt: Attempt, action: Action, generation: int) -> None:
         if generation == self.generation:
@@ -319,7 +321,7 @@ class Replica:
         self.engine = self._make_engine()
         self._runs = self.engine if isinstance(self.engine, RunEngine) else None
         self._seen_in_runs = 0
-        self._frontend_free_ns = 0
+        self._read_until_ns = 0
         self.up = True
         self.wake()
 

@@ -56,6 +56,8 @@ class FrontendSpec(Part):
     request: DurationNs = 0
     prompt_token: DurationNs = 0
     """For each token of the prompt (parsing, tokenizing)."""
+    latency: DurationNs = 0
+    """What passes besides, however many come (sockets, wake-ups)."""
 
 
 class TransferSpec(Part):

@@ -322,7 +322,7 @@ def _check_empty(cluster: Cluster, watches: Sequence[Watch]) -> None:
 
 
 def _check_resources(index: int, worker: DisaggWorker, watch: Watch) -> None:
-    """Nothing is held. Only a room whose prefill leg never came to this process may stay: its decode made it (reference §10.6)."""
+    """Nothing is held. Only a room whose prefill leg never came to this process may stay: its decode made it (P54)."""
     rooms = [room for rank in worker.managers for room in rank.table]
     held = {name: count for name, count in worker.outstanding().items() if count and "rooms" not in name}
     assert not held, f"engine {index} is idle and holds {held}"

@@ -264,7 +264,8 @@ def _search(
     chance = np.random.default_rng(seed)
     for turns in shapes:
         scouted = [best_point, *(chance.normal(0, _SCOUT_SPREAD, len(free)) for _ in range(scouts))]
-        origin_point = min(scouted, key=lambda point, turns=turns: cost(at(point, turns))) if scouts else best_point
+        costs = [cost(at(point, turns)) for point in scouted] if scouts else [0.0]
+        origin_point = scouted[costs.index(min(costs))]
         found = minimize(
             lambda point, turns=turns: cost(at(point, turns)),
             origin_point,
