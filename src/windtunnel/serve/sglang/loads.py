@@ -119,7 +119,7 @@ def _ranks(server: Server, call: Call) -> list[int]:
     asked = call.query.get("dp_rank")
     if asked is None:
         return list(range(len(server.engines)))
-    if not asked.isdigit() or int(asked) >= len(server.engines):
+    if not (asked.isascii() and asked.isdigit()) or int(asked) >= len(server.engines):
         raise WireError(f"dp_rank is {asked!r}: must be below {len(server.engines)}")
     return [int(asked)]
 

@@ -84,6 +84,8 @@ def plan(body: bytes, headers: Mapping[str, str], env: SglangEnv) -> Generation:
     sampling = _sampling(request)
     planned = tuple(requests.prompt_of(value, env) for value in values)
     requests.check_ranges(sampling.model_dump())
+    requests.check_size(len(planned), sampling.n)
+    requests.check_logprobs("top_logprobs_num", _first(request.top_logprobs_num), env)
     routed = requests.routing(request, headers, len(planned), env, request.model)
     limit = requests.output_limit(sampling.max_new_tokens, planned, env)
     wants = _first(request.return_logprob)
