@@ -17,6 +17,7 @@ BENCHMARKS = (
     "agreement",
     "big_prompt",
     "pacing_jitter",
+    "grpc_stream",
 )
 
 
