@@ -18,6 +18,7 @@ BENCHMARKS = (
     "agreement",
     "big_prompt",
     "pacing_jitter",
+    "grpc_stream",
 )
 
 

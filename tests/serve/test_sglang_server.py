@@ -260,3 +260,21 @@ async def test_debug_requests_shows_where_a_request_is() -> None:
         assert (view["request_id"], view["state"], view["family"]) == ("stuck", "decode", "sglang_generate")
         assert view["resources"]
         task.cancel()
+
+
+async def test_the_responses_api_whole_and_streamed_with_nested_errors() -> None:
+    async with sglang() as server:
+        client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        whole = await client.responses.create(model="m", input=TEXT, max_output_tokens=5)
+        assert whole.output_text == oracle_text(5)
+        kinds = []
+        text = ""
+        async with client.responses.stream(model="m", input=TEXT, max_output_tokens=5) as stream:
+            async for event in stream:
+                kinds.append(event.type)
+                text += event.delta if event.type == "response.output_text.delta" else ""
+        assert kinds[0] == "response.created"
+        assert text == oracle_text(5)
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.responses.create(model="m", input=TEXT, background=True)
+        assert {"message", "type", "param", "code"} <= caught.value.body.keys()

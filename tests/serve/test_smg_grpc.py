@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import shutil
 import socket
@@ -138,3 +139,18 @@ async def test_statuses_come_through_the_router() -> None:
         status, _, body = await post(port, too_long)
         assert status == 400, body
         assert b"maximum context length" in body
+
+
+async def test_the_cache_aware_policy_subscribes_to_the_workers_events(caplog: pytest.LogCaptureFixture) -> None:
+    """And a conversation goes back to the worker whose cache holds it."""
+    options = {"kv_events__enable_kv_cache_events": True, "kv_events__endpoint": "tcp://*:0"}
+    caplog.set_level(logging.INFO, "windtunnel.serve")
+    async with grpc_live(**options) as first, grpc_live(**options) as second, smg(first, second, policy="cache_aware") as port:
+        for number in range(4):
+            long = CHAT | {"messages": [{"role": "user", "content": f"conversation {number} " * 60}]}
+            for _ in range(3):
+                assert (await post(port, long))[0] == 200
+        hits = [worker.live.gauge("vllm:prefix_cache_hits_total") for worker in (first, second)]
+        queries = [worker.live.gauge("vllm:prefix_cache_queries_total") for worker in (first, second)]
+        assert sum(hits) > sum(queries) / 2
+    assert sum("subscribes" in record.message for record in caplog.records) >= 2

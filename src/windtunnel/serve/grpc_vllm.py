@@ -16,6 +16,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from windtunnel.serve import grpc_calls as calls
 from windtunnel.serve.clock import now_ns
+from windtunnel.serve.grpc_events import EventFeed
 from windtunnel.serve.grpc_front import Method
 from windtunnel.serve.loads import LoadObserver
 from windtunnel.wire import grpc_vllm as wire
@@ -33,6 +34,9 @@ def methods(server: "Server") -> Mapping[str, Method]:
     """The table of methods. Load reports need to see the engine's steps from the start."""
     loads = LoadObserver()
     server.driver.observe(loads)
+    feed = EventFeed(partial(_engine_load, loads, server))
+    if server.config.kv_events.publishes:
+        server.driver.observe(feed)
     started_s = time.monotonic()
     return {
         "Generate": _generate,
@@ -46,7 +50,7 @@ def methods(server: "Server") -> Mapping[str, Method]:
         "StartProfile": _start_profile,
         "StopProfile": _stop_profile,
         "GetTokenizer": calls.send_tokenizer,
-        "SubscribeKvEvents": calls.no_kv_events,
+        "SubscribeKvEvents": feed.subscribe,
     }
 
 
@@ -135,6 +139,24 @@ async def _loads(loads: LoadObserver, server: "Server", _request: Any, _call: An
     ]
     stamp = time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime())
     return pb.GetLoadsResponse(timestamp=stamp, version=server.config.vllm_version, dp_rank_count=len(entries), loads=entries)
+
+
+def _engine_load(loads: LoadObserver, server: "Server", rank: int) -> common.EngineLoad:
+    """The numbers of `GetLoads` as a record of the event stream."""
+    report = loads.report(rank, now_ns())
+    scheduler = server.config.scheduler
+    capacity = scheduler.num_gpu_blocks * scheduler.block_size
+    return common.EngineLoad(
+        running_requests=report.running,
+        waiting_requests=report.waiting,
+        waiting_uncached_tokens=round(_waiting_tokens(server.engines[rank]) * (1 - report.hit_rate)),
+        token_usage=report.kv_usage,
+        gen_throughput=report.tokens_per_s,
+        max_running_requests=scheduler.max_num_seqs,
+        cache_hit_rate=report.hit_rate,
+        num_used_tokens=round(report.kv_usage * capacity),
+        max_total_num_tokens=capacity,
+    )
 
 
 def _waiting_tokens(engine: Any) -> int:

@@ -303,3 +303,10 @@ def test_a_message_answers_in_anthropics_form_and_scrubs_5xx() -> None:
     assert (status, error["type"], error["error"]["type"]) == (400, "error", "invalid_request_error")
     scrubbed = json.loads(messages.error_body(WireError("secret", 500)))
     assert scrubbed["error"] == {"type": "api_error", "message": "Internal server error"}
+
+
+def test_tools_without_a_parser_flag_are_taken_by_messages() -> None:
+    tool = {"name": "f", "input_schema": {"type": "object", "properties": {}}}
+    asked = HELLO | {"model": "x", "max_tokens": 500, "tools": [tool], "tool_choice": {"type": "tool", "name": "f"}}
+    assert '"name": "f"' in str(plan(messages, asked).answer_text)
+    assert plan(messages, asked | {"tool_choice": {"type": "auto"}}).answer_text is None
