@@ -1,6 +1,7 @@
 """`/abort_request` and what each queue makes of it, for a unified worker (SGLang reference §5, §7.3, §7.4)."""
 
 import asyncio
+from collections.abc import Coroutine
 from typing import Any
 
 import httpx
@@ -9,17 +10,31 @@ from tests.serve.sglang_live import BODIES, NEVER_NS, PHASES, abort_of, events, 
 
 MESSAGES = {"queued": "Abort in waiting queue", "prefill": "Aborted", "decode": "Aborted"}
 RID = {"rid": "job-1"}
-BACKGROUND: "set[asyncio.Task[httpx.Response]]" = set()
-"""Requests that only occupy a slot: somebody must hold their tasks."""
+Call = Coroutine[Any, Any, httpx.Response]
+_HELD: "set[asyncio.Task[httpx.Response]]" = set()
+
+
+def started(call: Call) -> "asyncio.Task[httpx.Response]":
+    """A request in the background. Some only occupy a slot, and nobody asks how they ended when the server went."""
+    task = asyncio.ensure_future(call)
+    _HELD.add(task)
+    task.add_done_callback(_forget)
+    return task
+
+
+def _forget(task: "asyncio.Task[httpx.Response]") -> None:
+    _HELD.discard(task)
+    if not task.cancelled():
+        task.exception()
 
 
 async def begun(server: Any, client: httpx.AsyncClient, phase: str, path: str, **fields: Any) -> "asyncio.Task[httpx.Response]":
     """A request that stays in this phase."""
     if phase == "queued":
-        BACKGROUND.add(asyncio.ensure_future(client.post("/generate", json=BODIES["/generate"])))
+        started(client.post("/generate", json=BODIES["/generate"]))
         await server.until(lambda: server.states() == ["prefill"])
     quiet = server.states()
-    task = asyncio.ensure_future(client.post(path, json=BODIES[path] | RID | fields))
+    task = started(client.post(path, json=BODIES[path] | RID | fields))
     await server.until(lambda: server.states() == [*quiet, phase])
     return task
 

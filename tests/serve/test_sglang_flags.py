@@ -37,7 +37,7 @@ def test_shared_flags_keep_their_names() -> None:
     assert config.limits.body_bytes == 1000
 
 
-@pytest.mark.parametrize("name", ["mem-fraction-static", "attention-backend", "load-balance-method", "disable-cuda-graph"])
+@pytest.mark.parametrize("name", ["mem-fraction-static", "attention-backend", "load-format", "disable-cuda-graph"])
 def test_real_flags_without_a_meaning_are_ignored_with_one_warning(name: str) -> None:
     warnings = parse_args([*BASE, f"--{name}=1"]).warnings
     assert warnings == (f"--{name} is a flag of the real server that means nothing here: ignored",)
