@@ -6,6 +6,7 @@ from windtunnel import __version__
 from windtunnel.cli import (
     calibrate,
     compare,
+    debug,
     demo,
     experiment,
     explore,
@@ -47,6 +48,7 @@ for command in (
     compare,
     selftest,
     calibrate,
+    debug,
     sim,
     explore,
 ):

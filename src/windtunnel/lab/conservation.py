@@ -13,12 +13,16 @@ _SUCCESS = "request_success"
 _SGLANG_ABORTS = "num_aborted_requests"
 
 
+_PD_LEGS = frozenset({"num_prefill_inflight_queue_reqs", "num_decode_transfer_queue_reqs"})
+"""With the metrics of both sides of a P/D pair every request is counted on either leg."""
+
+
 def imbalances(result: StormResult) -> list[str]:
     """One sentence for each sum that does not add up."""
     settled = result.settled
     if settled is None or not settled.usable or result.interrupted or not result.streams:
         return []
-    if any(result.baseline.gauges.get(key) for key in ("running", "waiting")):
+    if any(result.baseline.gauges.get(key) for key in ("running", "waiting")) or set(result.baseline.gauges) >= _PD_LEGS:
         return []
     return [*_finished(result, settled), *_aborted(result, settled), *_tokens(result, settled)]
 

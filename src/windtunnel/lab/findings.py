@@ -24,8 +24,8 @@ from windtunnel.lab.sampler import KV_TOLERANCE
 from windtunnel.lab.target import GENERATION_TOKENS
 
 EVIDENCE_LIMIT = 12
-CLEANUP_GRACES = 3
-"""A queue that is up for so many graces was not merely being drained."""
+CLEANUP_AFTER_S = 15.0
+"""A queue that is up for longer, in the target's time, was not merely being drained: three times SGLang's grace."""
 GAUGE_LAG_NS = 100 * MS
 """Gauges are written with a step; so much later than the truth they may be."""
 
@@ -292,9 +292,8 @@ def _retry_storm_amplified(result: StormResult) -> Iterator[str]:
 
 def _hidden_cleanup(result: StormResult) -> Iterator[str]:
     """A queue that stood long above its baseline and then drained at once: something gives up after a time of its own."""
-    threshold_s = CLEANUP_GRACES * result.cancel_grace_ns / 1e9 * result.plan.time_scale
     for queue in queues_of(result):
-        if clean_up(queue, threshold_s):
+        if clean_up(queue, CLEANUP_AFTER_S):
             stays = f", {queue.baseline:g} that was there before stays" if queue.baseline else ""
             yield (
                 f"{queue.key} stood {queue.held or queue.peak - queue.baseline:g} above its baseline after the storm and came"

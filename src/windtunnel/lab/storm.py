@@ -30,6 +30,7 @@ from windtunnel.lab.states import States
 from windtunnel.lab.target import Target, TargetError
 
 BASELINE_SAMPLES = 3
+GRACE_FLOOR_NS = 1_000_000_000
 QUIET_SAMPLES = 2
 """So many samples in a row must be quiet."""
 PROBE_TOKENS = 12
@@ -416,7 +417,7 @@ class _Storm:
         return StormResult(
             plan=self.plan,
             kind=self.sampler.kind.name,
-            cancel_grace_ns=round(self.sampler.kind.cancel_grace_ns / self.plan.time_scale),
+            cancel_grace_ns=grace_ns(self.sampler.kind.cancel_grace_ns, self.plan.time_scale),
             watches={key: gauge.watch.value for key, gauge in self.sampler.gauges().items()},
             baseline=baseline,
             oracle=self._oracle,
@@ -440,6 +441,11 @@ class _Storm:
 def _speaks_oracle(probe: StreamRecord) -> bool:
     fault = check_text(probe.ask.tag, probe.words, Known([probe.ask]), whole=None)
     return probe.end is End.FINISHED and fault is None and bool(probe.words)
+
+
+def grace_ns(real_ns: int, time_scale: float) -> int:
+    """A grace in the target's time. Sockets and schedulers take real time, so a scaled one is never below `GRACE_FLOOR_NS`."""
+    return min(real_ns, max(GRACE_FLOOR_NS, round(real_ns / time_scale))) if time_scale > 1 else round(real_ns / time_scale)
 
 
 async def _all(tasks: list["asyncio.Task[None]"]) -> None:

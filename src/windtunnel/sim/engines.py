@@ -131,7 +131,7 @@ def disagg_config(spec: EnginesSpec, endpoints: tuple[str, ...]) -> DisaggConfig
 def _make_vllm(build: Build) -> Engine:
     config = vllm_config(build.spec, collect_kv_events=build.kv_events)
     if build.pacing.lock_step and not config.async_scheduling:
-        return RunVllmEngine(config, build.pacing)
+        return RunVllmEngine(config, build.pacing, quick_hashes=not build.kv_events)
     return VllmEngine(config, build.pacing)
 
 

@@ -1,6 +1,7 @@
 """Small HTTP questions of P/D workers to bootstrap servers."""
 
 import json
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ class HttpAsker:
     """Owns a connection pool."""
 
     def __init__(self) -> None:
+        logging.getLogger("httpx").setLevel(logging.WARNING)
         self._client = httpx.AsyncClient(trust_env=False, limits=httpx.Limits(max_connections=64, max_keepalive_connections=16))
 
     async def ask(self, method: str, url: str, patience: httpx.Timeout, body: Mapping[str, Any] | None = None) -> bytes:

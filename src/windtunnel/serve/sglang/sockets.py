@@ -6,6 +6,7 @@ prefill's transfer queues (a room's queue is the sum of its destination ports, m
 
 import asyncio
 import logging
+import random
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -18,9 +19,12 @@ log = logging.getLogger("windtunnel.serve")
 SEND_QUEUE_LIMIT = 4096
 RECEIVE_QUEUE_LIMIT = 4096
 PEERS_LIMIT = 4096
-_BIND_TRIES = 2000
+_BIND_TRIES = 200
+_ROOMS_REMEMBERED = 65536
 PORT_MODULUS = 128
-"""Ports of a rank's sockets differ modulo this and are never divisible by it."""
+"""Ports of a rank's many sockets differ modulo this and are never divisible by it."""
+_PORT_BLOCKS = (160, 480)
+"""Ports from 20480 to 61439."""
 
 
 class RankSockets:
@@ -32,25 +36,34 @@ class RankSockets:
             raise ValueError(f"listen_sockets is {listen_sockets}: must be between 1 and {PORT_MODULUS - 1}")
         self.context = zmq.asyncio.Context()
         self.host = host
+        self._turns: dict[int, int] = {}
+        self._rooms = 0
         self.sockets = [self._bind(listen_sockets) for _ in range(ranks)]
 
     def _bind(self, count: int) -> list[tuple[zmq.asyncio.Socket, int]]:
-        """Sockets whose ports differ modulo `PORT_MODULUS`, none divisible by it."""
-        found: dict[int, tuple[zmq.asyncio.Socket, int]] = {}
+        """Sockets whose ports differ modulo `PORT_MODULUS`, none divisible by it. One alone takes any ephemeral port."""
+        if count == 1:
+            socket = self._socket()
+            return [(socket, int(socket.bind_to_random_port(f"tcp://{self.host}")))]
+        found: list[tuple[zmq.asyncio.Socket, int]] = []
+        for residue in random.sample(range(1, PORT_MODULUS), count):
+            found.append(self._bind_to_residue(residue))
+        return found
+
+    def _bind_to_residue(self, residue: int) -> tuple[zmq.asyncio.Socket, int]:
+        socket = self._socket()
         for _ in range(_BIND_TRIES):
-            if len(found) == count:
-                break
-            socket = self.context.socket(zmq.PULL)
-            socket.setsockopt(zmq.RCVHWM, RECEIVE_QUEUE_LIMIT)
-            socket.setsockopt(zmq.LINGER, 0)
-            port = int(socket.bind_to_random_port(f"tcp://{self.host}"))
-            if port % PORT_MODULUS and port % PORT_MODULUS not in found:
-                found[port % PORT_MODULUS] = (socket, port)
-            else:
-                socket.close()
-        if len(found) < count:
-            raise OSError(f"no {count} free ports with different residues on {self.host}")
-        return list(found.values())
+            port = PORT_MODULUS * random.randrange(*_PORT_BLOCKS) + residue
+            with suppress(zmq.ZMQError):
+                socket.bind(f"tcp://{self.host}:{port}")
+                return socket, port
+        raise OSError(f"no free port with the residue {residue} modulo {PORT_MODULUS} on {self.host}")
+
+    def _socket(self) -> zmq.asyncio.Socket:
+        socket = self.context.socket(zmq.PULL)
+        socket.setsockopt(zmq.RCVHWM, RECEIVE_QUEUE_LIMIT)
+        socket.setsockopt(zmq.LINGER, 0)
+        return socket
 
     @property
     def endpoints(self) -> tuple[str, ...]:
@@ -58,9 +71,18 @@ class RankSockets:
         return tuple(f"{self.host}:{sockets[0][1]}" for sockets in self.sockets)
 
     def endpoint(self, rank: int, room: int) -> str:
-        """The socket of a rank that serves a room."""
+        """The socket of a rank that serves a room: rooms take turns as they come."""
         sockets = self.sockets[rank]
-        return f"{self.host}:{sockets[room % len(sockets)][1]}"
+        return f"{self.host}:{sockets[self._turn(room) % len(sockets)][1]}"
+
+    def _turn(self, room: int) -> int:
+        turn = self._turns.get(room)
+        if turn is None:
+            turn = self._turns[room] = self._rooms
+            self._rooms += 1
+            if len(self._turns) > _ROOMS_REMEMBERED:
+                del self._turns[next(iter(self._turns))]
+        return turn
 
     def close(self) -> None:
         for sockets in self.sockets:

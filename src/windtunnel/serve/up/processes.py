@@ -56,6 +56,7 @@ class Fleet:
     def __init__(self, plan: UpPlan) -> None:
         self.plan = plan
         self._processes: dict[str, asyncio.subprocess.Process] = {}
+        logging.getLogger("httpx").setLevel(logging.WARNING)
         self._client = httpx.AsyncClient(trust_env=False, timeout=_SCRAPE_S)
 
     async def start(self) -> Up:
