@@ -56,6 +56,7 @@ def test_no_flag_is_both_known_and_foreign() -> None:
         (["--schedule-policy", "best"], "is not one of"),
         (["--sglang-profile", "0.3.0"], "must lie between 0.4.10 and 0.5.23"),
         (["--page-size", "600", "--max-total-tokens", "1000"], "--max-total-tokens is 1000: must hold at least 2 pages"),
+        (["--fault", "head-of-line-wedge"], "needs --engine vllm"),
         (["--chunked-prefill-size", "2", "--page-size", "4"], "chunked-prefill-size is 2"),
     ],
 )
