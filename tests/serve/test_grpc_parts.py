@@ -111,5 +111,6 @@ def test_the_flags_of_grpc() -> None:
     assert parse_args(["m", "--grpc"]).config.grpc_port == 50051
     assert parse_args(["m", "--no-grpc"]).config.grpc_port is None
     assert parse_args(["m", "--grpc-port", "0"]).config.grpc_port == 0
+    assert parse_args(["m", "--engine", "sglang", "--grpc-port", "7"]).config.grpc_port == 7
     with pytest.raises(UsageError, match="grpc-port"):
         parse_args(["m", "--grpc-port", "70000"])
