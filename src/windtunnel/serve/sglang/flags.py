@@ -14,9 +14,9 @@ from windtunnel.serve.sglang.foreign_flags import SGLANG_FOREIGN_FLAGS
 DEFAULT_PORT = 30000
 
 _SHARED_WITHOUT_SECTION = frozenset(
-    """engine host port served-model-name enable-lora seed stream-interval tool-call-parser reasoning-parser shutdown-timeout
-    shutdown-outcome watchdog-interval startup-duration timeout-keep-alive disable-access-log ssl-certfile ssl-keyfile fault
-    pod-name pod-namespace hash-seed""".split()
+    """engine host port grpc-port served-model-name enable-lora seed stream-interval tool-call-parser reasoning-parser
+    shutdown-timeout shutdown-outcome watchdog-interval startup-duration timeout-keep-alive disable-access-log
+    ssl-certfile ssl-keyfile fault pod-name pod-namespace hash-seed""".split()
 )
 _SHARED_SECTIONS = ("pacing", "generation", "failures", "limits")
 

@@ -34,7 +34,7 @@ _SGLANG = """
     eplb-rebalance-layers-per-chunk eplb-rebalance-num-iterations expert-distribution-recorder-buffer-size
     expert-distribution-recorder-mode expert-parallel-size export-metrics-to-file export-metrics-to-file-dir
     fastapi-root-path file-storage-path flashinfer-mla-disable-ragged flashinfer-mxfp4-moe-precision forward-hooks
-    fp4-gemm-backend fp8-gemm-backend gc-warning-threshold-secs gpu-id-step grammar-backend grpc-mode grpc-port
+    fp4-gemm-backend fp8-gemm-backend gc-warning-threshold-secs gpu-id-step grammar-backend grpc-mode
     hf-chat-template-name hicache-io-backend hicache-mem-layout hicache-ratio hicache-size hicache-storage-backend
     hicache-storage-backend-extra-config hicache-storage-prefetch-policy hicache-write-policy
     hierarchical-sparse-attention-extra-config hybrid-kvcache-ratio init-expert-location is-embedding
