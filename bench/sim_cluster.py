@@ -2,8 +2,8 @@
 
     python -m bench.sim_cluster [--requests N] [--rate R] [--policy P] [--metrics]
 
-CPU time of this process counts, and wall time is stated beside it; start-up and imports do not count. The yardstick (100,000 additions in a loop, in the same run)
-tells how fast the machine was at that moment.
+CPU time of this process counts, and wall time is stated beside it; start-up and imports do not count. The yardstick
+(100,000 additions in a loop, in the same run) tells how fast the machine was at that moment.
 """
 
 import argparse

@@ -46,7 +46,7 @@ class Receiver(Protocol):
 
 
 class EngineLedger:
-    """The engine's side of conservation: what entered, what ended, each once. A fold over transitions."""
+    """The engine's side of conservation: what was given to it, what ended, each once. A fold over transitions."""
 
     def __init__(self) -> None:
         self.submitted = 0
@@ -54,29 +54,37 @@ class EngineLedger:
         self.refused = 0
         self.lost = 0
         """Live when their process crashed."""
+        self._given: set[str] = set()
+        """Taken by the engine, which has not told of it yet."""
         self._live: set[str] = set()
+
+    def give(self, request_id: str) -> None:
+        assert request_id not in self._given and request_id not in self._live, f"{request_id} entered twice"
+        self.submitted += 1
+        self._given.add(request_id)
 
     def fold(self, transitions: Sequence[Transition]) -> None:
         for transition in transitions:
-            after = transition.after
             if transition.event is Event.REFUSE:
-                self.refused += 1
-            elif transition.before is State.NEW:
-                assert transition.request_id not in self._live, f"{transition.request_id} entered twice"
-                self.submitted += 1
-                self._live.add(transition.request_id)
+                continue
+            request_id, after = transition.request_id, transition.after
+            if transition.before is State.NEW:
+                assert request_id in self._given, f"{request_id} began without having been given"
+                self._given.remove(request_id)
+                self._live.add(request_id)
             if after in self.ended:
-                assert transition.request_id in self._live, f"{transition.request_id} ended twice"
-                self._live.remove(transition.request_id)
+                assert request_id in self._live, f"{request_id} ended twice"
+                self._live.remove(request_id)
                 self.ended[after] += 1
 
     def crash(self) -> None:
-        self.lost += len(self._live)
+        self.lost += self.live
+        self._given.clear()
         self._live.clear()
 
     @property
     def live(self) -> int:
-        return len(self._live)
+        return len(self._live) + len(self._given)
 
     def counts(self) -> dict[str, int]:
         ended = {state.value: count for state, count in self.ended.items()}
@@ -160,14 +168,18 @@ class Replica:
         try:
             refusal = self.engine.submit([request], self._kernel.now_ns)
         except ValueError as error:
+            self.ledger.refused += 1
             return Refusal("invalid", str(error), 400, "BadRequestError")
         if refusal is None:
+            self.ledger.give(request.request_id)
             self._streams[request.request_id] = attempt
             self.watch(attempt)
             if self.metrics is not None:
                 self.metrics.on_submitted(0, [request])
-        elif self.metrics is not None:
-            self.metrics.on_rejected(refusal.reason)
+        else:
+            self.ledger.refused += 1
+            if self.metrics is not None:
+                self.metrics.on_rejected(refusal.reason)
         self.wake()
         return refusal
 
