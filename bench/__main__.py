@@ -13,10 +13,12 @@ BENCHMARKS = (
     "startup",
     "departures",
     "core_step",
+    "lab_size",
     "sim_cluster",
     "agreement",
     "big_prompt",
     "pacing_jitter",
+    "grpc_stream",
 )
 
 

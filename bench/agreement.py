@@ -6,14 +6,18 @@
 server that takes 28 at a time.
 
 The live side starts `python -m windtunnel serve` with the same pacing, sends the same prompts at the same times, and aborts
-the same requests after the same number of tokens. Prints one JSON line: both sides' counts, medians of TTFT, inter-token
-latency and E2E, and their ratios.
+the same requests after the same number of tokens. Before that it measures the front end, with other requests than those that
+are compared: how long a batch of requests takes that the server reads and refuses (its serial cost), and what the first token
+of lone requests takes beyond the step that makes it (the latency). That is all that the model knows of the machine. Prints one
+JSON line: both sides' counts, medians of TTFT, inter-token latency and E2E, and their ratios, the front end and the load
+average.
 """
 
 import argparse
 import asyncio
 import contextlib
 import json
+import os
 import socket
 import sys
 import time
@@ -21,12 +25,14 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from itertools import pairwise
+from random import Random
 from statistics import median
 from typing import Any
 
 from windtunnel.sim.cluster import Cluster
 from windtunnel.sim.kernel import Kernel
 from windtunnel.sim.scenario import Scenario, parse_scenario
+from windtunnel.sim.tokens import random_tokens
 from windtunnel.sim.workload import Question
 from windtunnel.sim.workloads import make_workload
 
@@ -40,7 +46,16 @@ WORKLOADS: dict[str, dict[str, Any]] = {
 }
 
 
-def scenario(name: str) -> Scenario:
+PACING = {"base": "25ms", "prefill_token": "20us", "decode_seq": "300us"}
+PROBE_TOKENS = (50, 400)
+"""Prompts of the lone requests."""
+PROBES, ROUNDS, BATCH = 20, 5, 30
+TOO_MANY_TOKENS = 40_000
+CONNECT_AHEAD_S = 0.4
+Frontend = dict[str, Any]
+
+
+def scenario(name: str, frontend: Frontend | None = None) -> Scenario:
     """A step of some 30 ms, so that the live server's own work is small beside it."""
     config = {
         "max_model_len": 32768,
@@ -51,7 +66,7 @@ def scenario(name: str) -> Scenario:
     }
     return parse_scenario(
         {
-            "engines": [{"config": config, "pacing": {"base": "25ms", "prefill_token": "20us", "decode_seq": "300us"}}],
+            "engines": [{"config": config, "pacing": PACING, "frontend": frontend or {}}],
             "network": {"client_router": "0", "router_engine": "0", "bandwidth_mbit": 1e9},
             "workload": {"prompt_tokens": "uniform:50:400", "output_tokens": "uniform:10:60", **WORKLOADS[name]},
             "clients": {"abort": {"when": "tokens", "tokens": ABORT_TOKENS}},
@@ -102,16 +117,53 @@ def simulated(wanted: Scenario) -> Side:
     return side
 
 
-async def lived(wanted: Scenario) -> Side:
+async def lived(wanted: Scenario) -> tuple[Side, Frontend]:
     side = Side()
     questions = list(make_workload(wanted.workload, Kernel(wanted.seed).stream, wanted.duration).arrivals())
     async with server(wanted) as port:
-        await ask(port, Question(-1, (600,) * 64, 4), time.perf_counter(), Side())
+        frontend = await probe(port, wanted)
         zero_s = time.perf_counter() + 0.5
         async with asyncio.TaskGroup() as tasks:
             for at_ns, question in questions:
                 tasks.create_task(ask(port, question, zero_s + at_ns / 1e9, side))
-    return side
+    return side, frontend
+
+
+async def probe(port: int, wanted: Scenario) -> Frontend:
+    """The front end's cost for a request and for a prompt token, and its latency. The first round warms up."""
+    short, long = PROBE_TOKENS
+    rounds = [[await serial_ms(port, tokens) for tokens in PROBE_TOKENS] for _ in range(1 + ROUNDS)][1:]
+    short_ms, long_ms = (median(one[at] for one in rounds) for at in range(2))
+    token_ms = max(0.0, (long_ms - short_ms) / (long - short))
+    request_ms = max(0.0, short_ms - token_ms * short)
+    lone_ms = median([await lone_extra_ms(port, wanted, long) for _ in range(PROBES)])
+    latency_ms = max(0.0, lone_ms - request_ms - token_ms * long)
+    values = {"request": request_ms, "prompt_token": token_ms, "latency": latency_ms}
+    return {name: f"{round(value_ms * 1e6)}ns" for name, value_ms in values.items()}
+
+
+async def lone_extra_ms(port: int, wanted: Scenario, tokens: int) -> float:
+    """What the first token of a lone request takes beyond the step that makes it."""
+    side, pacing = Side(), wanted.engines[0].pacing
+    prompt = random_tokens(Random(time.perf_counter_ns()), tokens)
+    await ask(port, Question(-1, prompt, 1), time.perf_counter() + 0.02, side)
+    return side.ttft_ms[0] - (pacing.base + pacing.prefill_token * tokens) / 1e6
+
+
+async def serial_ms(port: int, tokens: int) -> float:
+    """Time for each of `BATCH` requests at once that need no engine: the server reads them and finds max_tokens too large."""
+    request = encoded(Question(-1, random_tokens(Random(tokens), tokens), TOO_MANY_TOKENS))
+    streams = [await asyncio.open_connection("127.0.0.1", port) for _ in range(BATCH)]
+    started_s = time.perf_counter()
+    for _reader, writer in streams:
+        writer.write(request)
+    for reader, _writer in streams:
+        status = await reader.readline()
+        assert b" 400 " in status, f"the probe was answered {status!r}"
+    took_s = time.perf_counter() - started_s
+    for _reader, writer in streams:
+        writer.close()
+    return took_s * 1000 / BATCH
 
 
 @contextlib.asynccontextmanager
@@ -162,6 +214,19 @@ async def _healthy(port: int) -> bool:
 
 async def ask(port: int, question: Question, at_s: float, side: Side) -> None:
     """One streamed completion, sent at `at_s`; the socket is open beforehand."""
+    request = encoded(question)
+    await asyncio.sleep(max(0.0, at_s - time.perf_counter() - CONNECT_AHEAD_S))
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    await asyncio.sleep(max(0.0, at_s - time.perf_counter()))
+    started_s = time.perf_counter()
+    writer.write(request)
+    status = int((await reader.readline()).split()[1])
+    outcome, times = ("refused", []) if status == 503 else await _read(reader, ABORT_TOKENS if leaves(question) else None)
+    side.add(outcome, started_s, times, time.perf_counter())
+    writer.close()
+
+
+def encoded(question: Question) -> bytes:
     body = {
         "model": "m",
         "prompt": list(question.prompt_token_ids),
@@ -171,15 +236,7 @@ async def ask(port: int, question: Question, at_s: float, side: Side) -> None:
     }
     data = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
-    await asyncio.sleep(max(0.0, at_s - time.perf_counter() - 0.1))
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    await asyncio.sleep(max(0.0, at_s - time.perf_counter()))
-    started_s = time.perf_counter()
-    writer.write(head.encode() + data)
-    status = int((await reader.readline()).split()[1])
-    outcome, times = ("refused", []) if status == 503 else await _read(reader, ABORT_TOKENS if leaves(question) else None)
-    side.add(outcome, started_s, times, time.perf_counter())
-    writer.close()
+    return head.encode() + data
 
 
 async def _read(reader: asyncio.StreamReader, limit: int | None) -> tuple[str, list[float]]:
@@ -196,12 +253,18 @@ async def _read(reader: asyncio.StreamReader, limit: int | None) -> tuple[str, l
 
 
 def compare(name: str) -> dict[str, Any]:
-    wanted = scenario(name)
-    live, sim = asyncio.run(lived(wanted)), simulated(wanted)
+    live, frontend = asyncio.run(lived(scenario(name)))
+    sim = simulated(scenario(name, frontend))
     medians = {"live": live.medians(), "sim": sim.medians()}
     ratios = {measure: round(medians["live"][measure] / value, 4) for measure, value in medians["sim"].items()}
     counts = {"live": dict(sorted(live.outcomes.items())), "sim": dict(sorted(sim.outcomes.items()))}
-    return {"counts": counts, "medians": medians, "live_over_sim": ratios}
+    return {
+        "counts": counts,
+        "medians": medians,
+        "live_over_sim": ratios,
+        "frontend": frontend,
+        "load_average": round(os.getloadavg()[0], 1),
+    }
 
 
 def run() -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Tokens per second of one server core: gRPC streaming against HTTP streaming, same process, same engine, in one run.
 
 What a core can do is tokens divided by the CPU time of the server process, so that a client which cannot keep up does not count
-against the server. `paced` has one message for each token. `fast` is an engine without pacing: over gRPC what waits for the reader
-merges (at most 64 messages wait for each choice), so its tokens per message are told, too.
+against the server. `paced` has one message for each token. `fast` is an engine without pacing: over gRPC what waits for the
+reader merges (at most 64 messages wait for each choice), so its tokens per message are told, too.
 """
 
 import asyncio

@@ -17,6 +17,7 @@ GUARDED = (
     "windtunnel/core",
     "windtunnel/wire",
     "windtunnel/serve/streams.py",
+    "windtunnel/serve/fetched.py",
     "windtunnel/serve/jobs.py",
     "windtunnel/serve/driver.py",
 )

@@ -59,7 +59,8 @@ async def test_an_aborted_bystander_is_called_so() -> None:
     ("moment", "state"),
     [(Moment.QUEUED, "deferred"), (Moment.PREFILL, "prefill"), (Moment.TRANSFER, "transferring"), (Moment.BETWEEN, "inflight")],
 )
-async def test_states_are_read_where_the_target_shows_them(moment: Moment, state: str) -> None:
+async def test_states_are_read_where_the_target_shows_them(moment: Moment, state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("windtunnel.lab.states.PATIENCE_NS", 60 * S)
     server = FakeServer(itl_s=0.001, debug=True)
     port = await server.start()
     plan = replace(QUIET, when=Trigger(moment, 0), victim=Shape(max_tokens=100_000))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
+from smg_grpc_proto.generated import sglang_scheduler_pb2_grpc as sglang_rpc
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc as rpc
 from tests.serve.live import PATIENCE_S, LiveServer, live
@@ -33,7 +34,8 @@ async def grpc_live(**values: Any) -> AsyncIterator[GrpcServer]:
         front = await grpc_front.start(server.server)
         try:
             async with grpc.aio.insecure_channel(f"127.0.0.1:{front.port}") as channel:
-                yield GrpcServer(server, front, channel, rpc.VllmEngineStub(channel))
+                make = sglang_rpc.SglangSchedulerStub if server.server.config.engine == "sglang" else rpc.VllmEngineStub
+                yield GrpcServer(server, front, channel, make(channel))
         finally:
             await front.stop(0)
 

@@ -110,7 +110,8 @@ VALUES = st.recursive(
 class ServerInThread:
     """A live server on a loop of its own, for tests that block."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: dict[str, Any]) -> None:
+        self._config = config
         self._ready, self._stop = threading.Event(), threading.Event()
         self.live: LiveServer
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
@@ -118,7 +119,7 @@ class ServerInThread:
         assert self._ready.wait(TIMEOUT_S)
 
     async def _run(self) -> None:
-        async with live(**CONFIG) as self.live:
+        async with live(**self._config) as self.live:
             self._ready.set()
             await asyncio.to_thread(self._stop.wait)
 
@@ -145,7 +146,7 @@ class ServerInThread:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerInThread]:
-    running = ServerInThread()
+    running = ServerInThread(CONFIG)
     yield running
     running.stop()
     running.live.server.engine.check_integrity()

@@ -270,3 +270,12 @@ async def test_a_text_model_makes_no_embeddings() -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await server.stub.Embed(pb.EmbedRequest(tokenized=pb.TokenizedInput(input_ids=[100])))
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_long_prompt_is_planned_off_the_loop() -> None:
+    async with grpc_live(scheduler__max_model_len=65536) as server:
+        told = request("", stream=False, max_tokens=2)
+        told.tokenized.input_ids.extend(100 + number % 400 for number in range(40_000))
+        first, again = await answer(server, told), await answer(server, told)
+        assert server.live.server.planner.off_loop == 2
+        assert [end.cached_tokens for end in (*completes(first), *completes(again))] == [0, 39_984]

@@ -2,10 +2,14 @@
 
 import asyncio
 
+import pytest
+
 from windtunnel.core.outputs import FinishReason, StepOutput, StepStats, TokenOutput
 from windtunnel.core.tokenizer import BuiltinTokenizer
 from windtunnel.core.units import S
+from windtunnel.serve.config import UsageError
 from windtunnel.serve.fetched import BACKLOG_MAX, FetchedAnswer
+from windtunnel.serve.flags import parse_args
 from windtunnel.serve.loads import LoadObserver
 from windtunnel.wire.family import Delta, SamplingPlan, Usage, WireError
 from windtunnel.wire.output import ChoiceState
@@ -100,3 +104,13 @@ def test_each_rank_has_its_own_report_and_rank_0_always_has_one() -> None:
     (_, first), (_, second) = loads.reports(0)
     assert (first.running, first.waiting, first.hit_rate) == (0, 0, 0)
     assert (second.running, second.waiting, second.hit_rate) == (3, 5, 0.4)
+
+
+def test_the_flags_of_grpc() -> None:
+    assert parse_args(["m"]).config.grpc_port is None
+    assert parse_args(["m", "--grpc"]).config.grpc_port == 50051
+    assert parse_args(["m", "--no-grpc"]).config.grpc_port is None
+    assert parse_args(["m", "--grpc-port", "0"]).config.grpc_port == 0
+    assert parse_args(["m", "--engine", "sglang", "--grpc-port", "7"]).config.grpc_port == 7
+    with pytest.raises(UsageError, match="grpc-port"):
+        parse_args(["m", "--grpc-port", "70000"])

@@ -37,6 +37,9 @@ def calibrate(
     evaluations: Annotated[
         int, typer.Option(min=1, max=10_000, help="Replays that the search may make for each shape of front end")
     ] = 60,
+    scouts: Annotated[
+        int, typer.Option(min=0, max=10_000, help="Random points tried before each local search: slower, and surer")
+    ] = 0,
     out: Annotated[Path | None, typer.Option(help="Write the profile here, for windtunnel serve --profile")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout")] = False,
 ) -> None:
@@ -58,7 +61,7 @@ def calibrate(
         if profile_file:
             profile, distance = _load(profile_file), None
         else:
-            profile, distance = fit(fitted, limits, seed=seed, evaluations=evaluations, say=_say, source=source)
+            profile, distance = fit(fitted, limits, seed=seed, evaluations=evaluations, say=_say, source=source, scouts=scouts)
     except (TraceError, FitError, ProfileError) as error:
         fail(str(error))
     except OSError as error:

@@ -1,7 +1,6 @@
 """`windtunnel serve`: the flags are the table in `serve.flags`, not typer options."""
 
 import os
-from collections.abc import Mapping
 
 import typer
 
@@ -21,6 +20,14 @@ _VALUES = {
     "POD_NAME": "pod-name",
     "POD_NAMESPACE": "pod-namespace",
 }
+_SGLANG_VALUES = {
+    "SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "request-state-wait-timeout",
+    "SGLANG_HEALTH_CHECK_TIMEOUT": "health-check-timeout",
+    "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "health-generation",
+    "SGLANG_REQ_WAITING_TIMEOUT": "req-waiting-timeout",
+    "SGLANG_REQ_RUNNING_TIMEOUT": "req-running-timeout",
+}
+_SHARED_VALUES = ("SIM_MODEL", "PYTHONHASHSEED", "POD_NAME", "POD_NAMESPACE")
 _ANY_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
@@ -35,7 +42,7 @@ def serve(context: typer.Context) -> None:
     from windtunnel.serve.flags import parse_args
 
     if {"--help", "-h"} & set(context.args):
-        typer.echo(help_text())
+        typer.echo(help_text(engine_of(context.args)))
         return
     try:
         parsed = parse_args([*context.args, *environment_flags(context.args)])
@@ -55,41 +62,50 @@ def serve(context: typer.Context) -> None:
 
 def environment_flags(args: list[str]) -> list[str]:
     """The environment variables of the real server that have a flag here."""
+    if engine_of(args) == "sglang":
+        from windtunnel.serve.sglang.disagg_flags import ENVIRONMENT
+
+        shared = {name: _VALUES[name] for name in _SHARED_VALUES}
+        return _value_flags({**shared, **_SGLANG_VALUES, **ENVIRONMENT}, args)
     flags = []
     for variable, flag in _SWITCHES.items():
         if os.environ.get(variable, "").lower() in ("1", "true"):
             flags.append(flag)
-    for variable, flag in {**_VALUES, **_sglang_values(args)}.items():
-        if os.environ.get(variable) and not named(flag, args):
-            flags += [f"--{flag}={os.environ[variable]}"]
+    flags += _value_flags(_VALUES, args)
     if os.environ.get("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "1").lower() in ("0", "false"):
         flags.append("--kv-events-hashes=bytes")
     return flags
 
 
-def _sglang_values(args: list[str]) -> Mapping[str, str]:
-    """SGLang's switches mean something to an SGLang server only."""
-    told = " ".join(args)
-    if "--engine sglang" not in told and "--engine=sglang" not in told:
-        return {}
-    from windtunnel.serve.sglang.disagg_flags import ENVIRONMENT
+def _value_flags(variables: dict[str, str], args: list[str]) -> list[str]:
+    told = [(flag, os.environ.get(variable)) for variable, flag in variables.items() if not named(flag, args)]
+    return [f"--{flag}={value}" for flag, value in told if value]
 
-    return ENVIRONMENT
+
+def engine_of(args: list[str]) -> str:
+    """Whose flags these are."""
+    for at, arg in enumerate(args):
+        if arg.startswith("--engine="):
+            return arg.partition("=")[2]
+        if arg == "--engine" and at + 1 < len(args):
+            return args[at + 1]
+    return "vllm"
 
 
 def named(flag: str, args: list[str]) -> bool:
     """Whether the command line names this flag: it beats the environment. A model may come without its flag."""
     if flag == "model" and args and not args[0].startswith("-"):
         return True
-    return any(arg == f"--{flag}" or arg.startswith(f"--{flag}=") for arg in args)
+    names = ("model", "model-path") if flag == "model" else (flag,)
+    return any(arg == f"--{name}" or arg.startswith(f"--{name}=") for arg in args for name in names)
 
 
-def help_text() -> str:
-    from windtunnel.serve.flags import FLAGS
+def help_text(engine: str = "vllm") -> str:
+    from windtunnel.serve.flags import table_of
 
     lines = ["usage: windtunnel serve [MODEL] [--flag value]…", ""]
     lines.append("Flags (* can be changed at run time through POST /admin/config):")
-    for flag in FLAGS:
+    for flag in table_of(engine).flags:
         names = ", ".join(f"--{name}" for name in (flag.name, *flag.aliases))
         lines.append(f"  {names}{' *' if flag.live else ''}\n      {flag.help}")
     return "\n".join(lines)

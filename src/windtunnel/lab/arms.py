@@ -44,7 +44,7 @@ class Running:
 
 
 def fill(template: str, *, port: int, time_scale: float, seed: int, more_ports: Sequence[int] = (0, 0, 0)) -> str:
-    """`{port}` to `{port4}`, `{seed}`, `{python}`, `{time_scale}`, and durations (`{20ms}`) divided by it. Or ValueError."""
+    """`{port}` to `{port4}`, `{seed}`, `{python}`, `{time_scale}`, durations (`{20ms}`, divided by it). Raises ValueError."""
     values = {
         "port": str(port),
         **{f"port{number}": str(one) for number, one in enumerate(more_ports, 2)},

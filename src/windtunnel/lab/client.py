@@ -133,7 +133,14 @@ async def _exchange(session: Session, recorder: "_Recorder", leave: Leave | None
         await connection.closed()
 
 
+_AT_ONCE = frozenset({How.FIN, How.RST, How.KILL})
+"""Ways of leaving that need nothing to be waited for."""
+
+
 async def _until_leaving(connection: Connection, recorder: "_Recorder", leave: Leave, reading: asyncio.Future[None]) -> None:
+    if leave.gate is None and leave.how in _AT_ONCE and leave.when.moment in (Moment.TOKENS, Moment.END):
+        await _leave_while_reading(connection, recorder, leave, reading)
+        return
     due = asyncio.ensure_future(_due(recorder, leave))
     try:
         await asyncio.wait({due, reading}, return_when=asyncio.FIRST_COMPLETED)
@@ -146,14 +153,30 @@ async def _until_leaving(connection: Connection, recorder: "_Recorder", leave: L
         await _cancelled(due)
 
 
+async def _leave_while_reading(
+    connection: Connection, recorder: "_Recorder", leave: Leave, reading: asyncio.Future[None]
+) -> None:
+    """Leaves inside the reading of the token that it waits for: a thousand clients do not queue for a turn of the loop."""
+
+    def go() -> None:
+        recorder.due()
+        recorder.left(leave.how)
+        connection.leave(leave.how)
+
+    recorder.tokens_wanted = _tokens_wanted(recorder.ask, leave.when)
+    recorder.on_enough = go
+    await reading
+
+
+def _tokens_wanted(ask: Ask, when: Trigger) -> int:
+    return when.count if when.moment is Moment.TOKENS else ask.max_tokens - when.count
+
+
 async def _due(recorder: "_Recorder", leave: Leave) -> None:
     """Returns when this client is in the state in which it leaves."""
     moment = leave.when.moment
-    if moment is Moment.TOKENS:
-        recorder.tokens_wanted = leave.when.count
-        await recorder.enough.wait()
-    elif moment is Moment.END:
-        recorder.tokens_wanted = recorder.ask.max_tokens - leave.when.count
+    if moment in (Moment.TOKENS, Moment.END):
+        recorder.tokens_wanted = _tokens_wanted(recorder.ask, leave.when)
         await recorder.enough.wait()
     elif moment is Moment.HEAD:
         await recorder.head_seen.wait()
@@ -251,6 +274,7 @@ class _Recorder:
         self.target_state: str | None = None
         """The state that the target was last seen in; words may have come since."""
         self.enough = asyncio.Event()
+        self.on_enough: Callable[[], None] | None = None
         self.head_seen = asyncio.Event()
         self.tokens_wanted = 0
         self.at_gate = False
@@ -295,7 +319,7 @@ class _Recorder:
         index = choice.get("index") or 0
         if choice.get("finish_reason"):
             self._finished.add(index)
-        if index:
+        if index or (self._left is not None and self.on_enough is not None):
             return
         delta = choice.get("delta") or choice.get("message") or {}
         text = choice.get("text") or delta.get("content") or delta.get("reasoning") or ""
@@ -306,6 +330,8 @@ class _Recorder:
         self._finish_reason = choice.get("finish_reason") or self._finish_reason
         if self.tokens_wanted and len(self._frame_ns) >= self.tokens_wanted:
             self.enough.set()
+            if self.on_enough is not None and self._left is None:
+                self.on_enough()
 
     def whole_answer(self, body: bytes) -> None:
         payload = _object(body)

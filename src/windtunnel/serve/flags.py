@@ -81,6 +81,14 @@ def _boolean(value: Any) -> bool:
     raise ValueError(f"{value!r} is neither true nor false")
 
 
+def _grpc_switch(value: Any) -> int | None:
+    """vLLM's `--grpc` has gRPC in place of HTTP; here both are served."""
+    return _GRPC_PORT if _boolean(value) else None
+
+
+_GRPC_PORT = 50051
+
+
 def _text(value: Any) -> str:
     if not isinstance(value, str) or not value:
         raise ValueError(f"{value!r} is not a non-empty text")
@@ -198,6 +206,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag("host", "host", _text, "address to listen on"),
     Flag("port", "port", _integer(0, 65535), "TCP port; 0 picks a free one"),
     Flag("grpc-port", "grpc_port", _optional(_integer(0, 65535)), "serve gRPC too, on this TCP port; 0 picks a free one"),
+    Flag("grpc", "grpc_port", _grpc_switch, "the same on port 50051, vLLM's own; HTTP stays", switch=True),
     Flag("served-model-name", "served_model_names", _texts, "public model names; the first is used in answers", many=True),
     Flag("tokenizer", "tokenizer", _optional(_text), "folder with tokenizer.json; without it the built-in tokenizer"),
     Flag("lora-modules", "lora_modules", _lora_modules, "adapters as NAME=PATH", many=True),

@@ -26,7 +26,7 @@ _VLLM = """
     enable-offline-docs enable-prompt-embeds enable-return-routed-experts enable-sleep-mode enable-ssl-refresh
     enable-tower-connector-lora enable-trace-replay enforce-eager eplb-config exclude-tools-when-tool-choice-none
     expert-placement-strategy fail-on-environ-validation fault-tolerance-config fingerprint-mode fingerprint-value
-    fully-sharded-loras gdn-prefill-backend generation-config gpu-memory-utilization grpc h11-max-header-count
+    fully-sharded-loras gdn-prefill-backend generation-config gpu-memory-utilization h11-max-header-count
     h11-max-incomplete-event-size headless hf-config-path hf-overrides hf-token ignore-patterns interleave-mm-strings
     io-processor-plugin ir-op-priority jit-monitor-mode jit-monitor-verbose kda-prefill-backend kernel-config kv-cache-dtype
     kv-cache-dtype-skip-layers kv-cache-memory-bytes kv-cache-metrics kv-cache-metrics-sample

@@ -5,7 +5,7 @@ The handler owns the request and the response until the head is sent. After that
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -64,17 +64,9 @@ class GenerateRoute:
     async def _plan(self, scope: Scope, receive: Receive) -> Generation:
         body = await self._server.body(receive)
         self._server.inject_failure(header_of(scope, RETURN_ERROR))
-        generation = await self._server.planner.run(len(body), partial(self._read, body, headers_of(scope)))
+        plan = partial(self._family.plan, body, headers_of(scope), self._server.env)
+        generation = await planned(self._server, len(body), plan)
         return self._server.recorded.attach(generation, body) if self._server.recorded else generation
-
-    def _read(self, body: bytes, headers: Mapping[str, str]) -> Generation:
-        """Runs on another thread for a large body, and then does everything that is long for a long prompt."""
-        server = self._server
-        generation = self._family.plan(body, headers, server.env)
-        if len(body) < OFF_LOOP_BYTES:
-            return generation
-        hasher = server.flavour.hasher(server.engine) if server.config.scheduler.enable_prefix_caching else None
-        return prepare(generation, hasher, server.sources.identity)
 
     async def _collect(self, generation: Generation, arrival_ns: int, scope: Scope, send: Send) -> None:
         line: ClientLine = scope[LINE]
@@ -175,6 +167,15 @@ class GenerateRoute:
             for prompt in range(len(generation.prompts))
             for child in range(sampling.n)
         ]
+
+
+async def planned(server: "Server", size_bytes: int, plan: Callable[[], Generation]) -> Generation:
+    """What `plan` makes of a request. A large one is planned on another thread, with all that is long for a long prompt."""
+    if size_bytes < OFF_LOOP_BYTES:
+        return plan()
+    hasher = server.flavour.hasher(server.engine) if server.config.scheduler.enable_prefix_caching else None
+    identity = server.sources.identity
+    return await server.planner.run(size_bytes, lambda: prepare(plan(), hasher, identity))
 
 
 class End:

@@ -143,8 +143,18 @@ class HealthService:
 async def start(server: "Server") -> GrpcFront:
     """The listener of `server`'s engine. Raises UsageError where the port cannot be had."""
     assert server.loop is asyncio.get_running_loop()
-    from windtunnel.serve import grpc_vllm
-
-    front = GrpcFront(server, grpc_vllm.SERVICE, grpc_vllm.methods(server))
+    module = _module(server.config.engine)
+    front = GrpcFront(server, module.SERVICE, module.methods(server))
     await front.start()
     return front
+
+
+def _module(engine: str) -> Any:
+    """The service of an engine: `SERVICE` and `methods`."""
+    if engine == "sglang":
+        from windtunnel.serve.sglang import grpc as sglang
+
+        return sglang
+    from windtunnel.serve import grpc_vllm
+
+    return grpc_vllm

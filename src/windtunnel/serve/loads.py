@@ -53,11 +53,16 @@ class LoadObserver:
             _count(seen.buckets, sum(len(output.token_ids) for output in step.outputs), now_ns)
 
     def reports(self, now_ns: int) -> Iterator[tuple[int, LoadReport]]:
-        for rank, seen in sorted(self._ranks.items()):
-            _trim(seen.buckets, now_ns)
-            tokens = sum(tokens for _, tokens in seen.buckets)
-            hit_rate = seen.hits / seen.queries if seen.queries else 0.0
-            yield rank, LoadReport(seen.running, seen.waiting, seen.kv_usage, tokens * S / WINDOW_NS, hit_rate)
+        for rank in sorted(self._ranks):
+            yield rank, self.report(rank, now_ns)
+
+    def report(self, rank: int, now_ns: int) -> LoadReport:
+        """Zeros for a rank that has not made a step."""
+        seen = self._ranks.get(rank) or _Rank()
+        _trim(seen.buckets, now_ns)
+        tokens = sum(tokens for _, tokens in seen.buckets)
+        hit_rate = seen.hits / seen.queries if seen.queries else 0.0
+        return LoadReport(seen.running, seen.waiting, seen.kv_usage, tokens * S / WINDOW_NS, hit_rate)
 
 
 def _count(buckets: deque[list[int]], tokens: int, now_ns: int) -> None:

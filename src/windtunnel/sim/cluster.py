@@ -91,7 +91,7 @@ class Cluster:
                 return kind.make(build)
             return kind.make(build._replace(endpoints=fabric.start(index), fate=fabric.fate_of(index)))
 
-        replica = Replica(index, self.kernel, make, self.router, metrics)
+        replica = Replica(index, self.kernel, make, self.router, metrics, spec.frontend)
         if fabric is not None:
             replica.on_turn = fabric.on_turn
         if self._kv_events:

@@ -1,7 +1,7 @@
 """The kinds of engine a scenario may name, as one table. A kind is added by a row."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from random import Random
 from typing import Any, NamedTuple, TypeVar
 
@@ -112,20 +112,26 @@ _ASSIGNED = frozenset({"endpoints", "dp_rank", "transfer_backend"})
 
 
 def disagg_config(spec: EnginesSpec, endpoints: tuple[str, ...]) -> DisaggConfig:
+    """`disagg` takes the fields of `DisaggConfig`, with the name of a release as `profile`, and `tombstones` beside it.
+
+    Raises ScenarioError.
+    """
     values, known = dict(spec.disagg), {field.name for field in fields(DisaggConfig)} - _ASSIGNED
-    for name in values.keys() - known:
+    tombstones = values.pop("tombstones", False)
+    for name in sorted(values.keys() - known):
         raise ScenarioError(f"engines.disagg: {name} is not one of {', '.join(sorted(known))}")
     try:
         release = profile(**({"version": values.pop("profile")} if "profile" in values else {}))
     except ValueError as error:
         raise ScenarioError(f"engines.disagg.profile: {error}") from None
+    release = replace(release, tombstones=bool(tombstones))
     return _checked(DisaggConfig, "disagg", values, {"profile": release, "endpoints": endpoints})
 
 
 def _make_vllm(build: Build) -> Engine:
     config = vllm_config(build.spec, collect_kv_events=build.kv_events)
     if build.pacing.lock_step and not config.async_scheduling:
-        return RunVllmEngine(config, build.pacing)
+        return RunVllmEngine(config, build.pacing, quick_hashes=not build.kv_events)
     return VllmEngine(config, build.pacing)
 
 

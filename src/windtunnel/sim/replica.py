@@ -15,6 +15,7 @@ from windtunnel.core.request import EngineRequest
 from windtunnel.core.vllm.runs import TokenRun
 from windtunnel.sim.calls import Attempt
 from windtunnel.sim.kernel import Action, Kernel, Timer
+from windtunnel.sim.scenario import FrontendSpec
 from windtunnel.wire.vllm.metrics import VllmMetrics
 
 
@@ -45,7 +46,7 @@ class Receiver(Protocol):
 
 
 class EngineLedger:
-    """The engine's side of conservation: what entered, what ended, each once. A fold over transitions."""
+    """The engine's side of conservation: what was given to it, what ended, each once. A fold over transitions."""
 
     def __init__(self) -> None:
         self.submitted = 0
@@ -53,29 +54,37 @@ class EngineLedger:
         self.refused = 0
         self.lost = 0
         """Live when their process crashed."""
+        self._given: set[str] = set()
+        """Taken by the engine, which has not told of it yet."""
         self._live: set[str] = set()
+
+    def give(self, request_id: str) -> None:
+        assert request_id not in self._given and request_id not in self._live, f"{request_id} entered twice"
+        self.submitted += 1
+        self._given.add(request_id)
 
     def fold(self, transitions: Sequence[Transition]) -> None:
         for transition in transitions:
-            after = transition.after
             if transition.event is Event.REFUSE:
-                self.refused += 1
-            elif transition.before is State.NEW:
-                assert transition.request_id not in self._live, f"{transition.request_id} entered twice"
-                self.submitted += 1
-                self._live.add(transition.request_id)
+                continue
+            request_id, after = transition.request_id, transition.after
+            if transition.before is State.NEW:
+                assert request_id in self._given, f"{request_id} began without having been given"
+                self._given.remove(request_id)
+                self._live.add(request_id)
             if after in self.ended:
-                assert transition.request_id in self._live, f"{transition.request_id} ended twice"
-                self._live.remove(transition.request_id)
+                assert request_id in self._live, f"{request_id} ended twice"
+                self._live.remove(request_id)
                 self.ended[after] += 1
 
     def crash(self) -> None:
-        self.lost += len(self._live)
+        self.lost += self.live
+        self._given.clear()
         self._live.clear()
 
     @property
     def live(self) -> int:
-        return len(self._live)
+        return len(self._live) + len(self._given)
 
     def counts(self) -> dict[str, int]:
         ended = {state.value: count for state, count in self.ended.items()}
@@ -95,6 +104,7 @@ class Replica:
         make_engine: Callable[[], Engine],
         receiver: Receiver,
         metrics: VllmMetrics | None = None,
+        frontend: FrontendSpec = FrontendSpec(),  # noqa: B008 (frozen)
     ) -> None:
         self.index = index
         self.engine = make_engine()
@@ -111,7 +121,7 @@ class Replica:
         self.on_kv_events: Callable[[int, Sequence[KvEvent]], None] | None = None
         self.on_transitions: Callable[[int, Sequence[Transition]], None] | None = None
         self.after_step: Callable[[Replica, StepOutput], None] | None = None
-        self.on_submit: Callable[[Replica, Attempt], None] | None = None
+        self.on_submit: Callable[[Replica, Attempt, EngineRequest], None] | None = None
         self.on_turn: Callable[[Replica], None] | None = None
         """Called whenever something has happened at the engine."""
         self._kernel = kernel
@@ -120,6 +130,8 @@ class Replica:
         self._streams: dict[str, Attempt] = {}
         self._alarm: Timer | None = None
         self._held: list[Action] = []
+        self._frontend = frontend
+        self._read_until_ns = 0
         self._runs = self.engine if isinstance(self.engine, RunEngine) else None
         self._seen_in_runs = 0
 
@@ -132,21 +144,42 @@ class Replica:
         else:
             self._held.append(action)
 
+    def read(self, attempt: Attempt, action: Action) -> None:
+        """A request has come: the HTTP server reads one after the other, then does `action`."""
+        frontend = self._frontend
+        cost_ns = frontend.request + frontend.prompt_token * attempt.prompt_tokens
+        if not cost_ns and not frontend.latency:
+            action()
+            return
+        self._read_until_ns = max(self._read_until_ns, self._kernel.now_ns) + cost_ns
+        at_ns = self._read_until_ns + frontend.latency
+        self._kernel.at(at_ns, partial(self._has_read, attempt, action, self.generation))
+
+    def _has_read(self, attempt: Attempt, action: Action, generation: int) -> None:
+        if generation == self.generation:
+            action()
+        else:
+            self._receiver.on_lost(attempt, self._kernel.now_ns)
+
     def submit(self, attempt: Attempt, request: EngineRequest) -> Refusal | None:
         """Admit or refuse. A request that no engine of this kind could run is refused with 400."""
         if self.on_submit is not None:
-            self.on_submit(self, attempt)
+            self.on_submit(self, attempt, request)
         try:
             refusal = self.engine.submit([request], self._kernel.now_ns)
         except ValueError as error:
+            self.ledger.refused += 1
             return Refusal("invalid", str(error), 400, "BadRequestError")
         if refusal is None:
+            self.ledger.give(request.request_id)
             self._streams[request.request_id] = attempt
             self.watch(attempt)
             if self.metrics is not None:
                 self.metrics.on_submitted(0, [request])
-        elif self.metrics is not None:
-            self.metrics.on_rejected(refusal.reason)
+        else:
+            self.ledger.refused += 1
+            if self.metrics is not None:
+                self.metrics.on_rejected(refusal.reason)
         self.wake()
         return refusal
 
@@ -300,6 +333,7 @@ class Replica:
         self.engine = self._make_engine()
         self._runs = self.engine if isinstance(self.engine, RunEngine) else None
         self._seen_in_runs = 0
+        self._read_until_ns = 0
         self.up = True
         self.wake()
 

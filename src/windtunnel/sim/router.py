@@ -68,7 +68,7 @@ class Router:
         replica = self.replicas[state.index]
         arrive = partial(self._arrive, attempt, request, replica)
         delay_ns = lag_ns + self._network.router_engine_ns(request_bytes(tokens))
-        self._kernel.after(delay_ns, partial(replica.deliver, arrive))
+        self._kernel.after(delay_ns, partial(replica.deliver, partial(replica.read, attempt, arrive)))
 
     def _arrive(self, attempt: Attempt, request: EngineRequest, replica: Replica) -> None:
         """The request has reached its engine."""

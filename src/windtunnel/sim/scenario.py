@@ -56,6 +56,8 @@ class FrontendSpec(Part):
     request: DurationNs = 0
     prompt_token: DurationNs = 0
     """For each token of the prompt (parsing, tokenizing)."""
+    latency: DurationNs = 0
+    """What passes besides, however many come (sockets, wake-ups)."""
 
 
 class TransferSpec(Part):
@@ -84,7 +86,10 @@ class EnginesSpec(Part):
     tp: int = Field(1, ge=1, le=64)
     """Attention-TP ranks of a prefill or decode worker: each has a KV manager of its own."""
     disagg: dict[str, Any] = {}
-    """Fields of `core.sglang.disagg.config.DisaggConfig`; `profile` is a release such as "0.5.23"."""
+    """Fields of `core.sglang.disagg.config.DisaggConfig`; `profile` is a release such as "0.5.23".
+
+    `tombstones = true`: late metadata of an ended room is refused, as no release does.
+    """
     transfer: TransferSpec = TransferSpec()
 
 

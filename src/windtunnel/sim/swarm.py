@@ -3,8 +3,12 @@
     python -m windtunnel.sim.swarm --seconds 60          seeds from 0 on until the time is up
     python -m windtunnel.sim.swarm --seed 1234           that one seed again, step for step
 
-A seed decides everything: sizes, pools, pacing, workload, clients and faults. First comes a phase with faults; then they
-stop, and everything must make progress: no call may be left in flight, no engine may hold anything.
+A seed decides everything: the kind of cluster (vLLM, SGLang, SGLang prefill and decode workers), sizes, pools, pacing,
+workload, clients and faults. First comes a phase with faults; then they stop, and everything must make progress: no call may
+be left in flight, no engine may hold anything. What a client no longer wants may not enter an engine once its router knows.
+
+Prefill and decode workers run releases of SGLang whose leaks are known (`LEAKY`) and the newest one with the two switches that
+no release has (a limit for Transferring, tombstones). Only of the latter is it demanded that nothing is left.
 """
 
 import argparse
@@ -17,27 +21,43 @@ from random import Random
 from typing import Any, get_args
 
 from windtunnel.core.outputs import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent, StepOutput
+from windtunnel.core.request import EngineRequest
+from windtunnel.core.sglang.disagg.worker import DisaggWorker
+from windtunnel.sim.calls import NEVER, Attempt
 from windtunnel.sim.cluster import Cluster
-from windtunnel.sim.policies import BUILT_IN
+from windtunnel.sim.pairs import TOLD, PairRouter
+from windtunnel.sim.policies import BUILT_IN, PAIRS
 from windtunnel.sim.replica import Replica
-from windtunnel.sim.scenario import FaultKind, Scenario, parse_scenario
+from windtunnel.sim.scenario import WIRE_FAULTS, FaultKind, Scenario, parse_scenario
 
 LIMIT_SEEDS = 1_000_000
+SHAPES = ("vllm", "vllm", "sglang", "pd", "pd")
+LEAKY = ("0.5.9", "0.5.12", "0.5.15", "0.5.18", "0.5.20", "0.5.23")
+SOUND = "0.5.23"
 _FAULT_PHASE_S = 6.0
 
 
 def random_scenario(seed: int) -> Scenario:
     """The scenario of this seed: small, crowded and unlucky."""
+    shape = Random(f"swarm shape {seed}").choice(SHAPES)
     draws = Random(f"swarm {seed}")
-    engines = draws.randint(1, 4)
-    faults = [_fault(draws, engines) for _ in range(draws.randint(0, 8))]
+    engines = _ENGINES[shape](draws)
+    roles = [spec.get("role", "unified") for spec in engines for _ in range(spec["count"])]
+    faults = [_fault(draws, roles, shape) for _ in range(draws.randint(0, 8))]
     return parse_scenario(
         {
             "seed": seed,
             "duration": "6s",
             "drain": "1h",
-            "policy": draws.choice(list(BUILT_IN)),
-            "engines": [{"count": engines, "config": _config(draws), "pacing": _pacing(draws)}],
+            "policy": draws.choice([*BUILT_IN, *([PAIRS] * 4 if shape == "pd" else [])]),
+            "engines": engines,
+            "pd": {
+                "aborts": draws.choice(["both", "both", "prefill", "decode", "none"]),
+                "lag": draws.choice(["0", "20ms"]),
+                "cancel_peer": draws.random() < 0.7,
+            }
+            if shape == "pd"
+            else {},
             "network": {"jitter": draws.choice(["0", "100us", "5ms"]), "health_interval": draws.choice(["50ms", "1s"])},
             "workload": _workload(draws),
             "clients": _clients(draws),
@@ -48,13 +68,82 @@ def random_scenario(seed: int) -> Scenario:
     )
 
 
-def _fault(draws: Random, engines: int) -> dict[str, Any]:
+def _fault(draws: Random, roles: Sequence[str], shape: str) -> dict[str, Any]:
+    engine = draws.randrange(len(roles))
+    missing = WIRE_FAULTS if roles[engine] == "unified" else ()
+    no_writes = ("stall_writes", "fail_writes") if roles[engine] == "decode" else ()
+    no_sleep = () if shape == "vllm" else ("sleep",)
+    kinds = [kind for kind in get_args(FaultKind) if kind not in (*missing, *no_writes, *no_sleep)]
     return {
         "at": f"{draws.uniform(0, _FAULT_PHASE_S):.9f}s",
-        "engine": draws.randrange(engines),
-        "kind": draws.choice(get_args(FaultKind)),
+        "engine": engine,
+        "kind": draws.choice(kinds),
         "duration": f"{draws.choice([0.001, 0.05, 1, 4]) * draws.random() + 1e-6:.9f}s",
+        "share": draws.choice([0.1, 0.5, 1.0]),
+        "late": draws.choice(["1ms", "100ms", "3s"]),
     }
+
+
+def _vllm(draws: Random) -> list[dict[str, Any]]:
+    return [{"count": draws.randint(1, 4), "config": _config(draws), "pacing": _pacing(draws)}]
+
+
+def _sglang(draws: Random) -> list[dict[str, Any]]:
+    timeouts = {
+        "max_queued_requests": draws.choice([None, 4]),
+        "req_waiting_timeout_ns": draws.choice([None, "300ms"]),
+        "req_running_timeout_ns": draws.choice([None, "1s"]),
+    }
+    config = {key: value for key, value in {**_sglang_config(draws), **timeouts}.items() if value is not None}
+    return [{"kind": "sglang", "count": draws.randint(1, 4), "config": config, "pacing": _pacing(draws)}]
+
+
+def _pd(draws: Random) -> list[dict[str, Any]]:
+    """Prefill and decode workers whose memory, slots and timeouts are small."""
+    sound = draws.random() < 0.6
+    pacing, config = _pacing(draws), _sglang_config(draws)
+    disagg = {
+        "profile": SOUND if sound else draws.choice(LEAKY),
+        "waiting_timeout_ns": "2s",
+        "bootstrap_timeout_ns": "2s",
+        "settle_timeout_ns": "500ms",
+        "deferred_release_timeout_ns": draws.choice(["50ms", "1s"]),
+        "heartbeat_interval_ns": "2s",
+        "metadata_slots": draws.choice([1, 4, 64]),
+        "num_reserved_decode_tokens": draws.choice([0, 16]),
+        "transfer_queues": draws.choice([1, 4]),
+        "promote_gap_ns": draws.choice([0, 0, "3ms"]),
+        "kv_bytes_per_token": draws.choice([1000, 100_000]),
+        "follow_bootstrap_room": draws.random() < 0.7,
+        **({"transferring_timeout_ns": "3s", "tombstones": True} if sound else {}),
+    }
+    ranks = draws.choice([(1, 1), (1, 1), (2, 1), (2, 2), (1, 2)])
+    transfer = {"bandwidth_gb_s": draws.choice([10.0, 0.1, 0.01]), "dead_peer": draws.choice(["50ms", "1s"])}
+    common = {"kind": "sglang", "config": config, "pacing": pacing, "transfer": transfer}
+    decode = {"decode_radix_cache": draws.random() < 0.3, "retraction": draws.choice(["cpu_tensor", "host_pool", "none"])}
+    return [
+        {**common, "role": "prefill", "count": draws.randint(1, 3), "tp": ranks[0], "disagg": disagg},
+        {**common, "role": "decode", "count": draws.randint(1, 3), "tp": ranks[1], "disagg": {**disagg, **decode}},
+    ]
+
+
+def _sglang_config(draws: Random) -> dict[str, Any]:
+    page = draws.choice([1, 4, 16])
+    return {
+        "page_size": page,
+        "max_total_num_tokens": draws.choice([256, 512, 4096]),
+        "context_length": draws.choice([200, 512]),
+        "max_running_requests": draws.choice([1, 3, 16]),
+        "chunked_prefill_size": draws.choice([-1, 16, 64, 512]),
+        "max_prefill_tokens": draws.choice([16, 512]),
+        "schedule_policy": draws.choice(["fcfs", "lpm", "random", "lof", "priority"]),
+        "disable_radix_cache": draws.random() < 0.2,
+        "overlap": draws.random() < 0.5,
+        "decode_log_interval": draws.choice([1, 40]),
+    }
+
+
+_ENGINES = {"vllm": _vllm, "sglang": _sglang, "pd": _pd}
 
 
 def _config(draws: Random) -> dict[str, Any]:
@@ -149,13 +238,26 @@ class CacheReplay:
 class Watch:
     """Checks one engine after each of its steps. Owned by one run."""
 
-    def __init__(self, replica: Replica) -> None:
+    def __init__(self, replica: Replica, told: bool) -> None:
+        """`told`: this engine's leg hears of clients that have gone."""
         self.checks = 0
+        self.rooms: set[int] = set()
+        """That this process was given."""
+        self._told = told
         self._replica, self._generation = replica, replica.generation
         self._cache = CacheReplay()
         self._tell_router = replica.on_kv_events
         replica.after_step = self.after_step
+        replica.on_submit = self.on_submit
         replica.on_kv_events = self.on_kv_events
+
+    def on_submit(self, replica: Replica, attempt: Attempt, request: EngineRequest) -> None:
+        """Nothing enters an engine for a client that has gone, once the router knows."""
+        self._notice_restart()
+        if request.bootstrap is not None:
+            self.rooms.add(request.bootstrap[2])
+        owner = attempt.owner or attempt
+        assert not self._told or owner.left_ns == NEVER, f"{attempt.request_id} enters engine {replica.index} for nobody"
 
     def on_kv_events(self, engine: int, events: Sequence[KvEvent]) -> None:
         self._notice_restart()
@@ -167,6 +269,7 @@ class Watch:
         """A new process has an empty cache and does not say so."""
         if self._generation != self._replica.generation:
             self._generation, self._cache = self._replica.generation, CacheReplay()
+            self.rooms.clear()
 
     def after_step(self, replica: Replica, step: StepOutput) -> None:
         """What a step changes in the cache is told at its end; so only an idle engine's cache can be compared."""
@@ -181,21 +284,50 @@ class Watch:
 def run_seed(seed: int) -> dict[str, Any]:
     """Raises AssertionError (or whatever broke) if anything was lost, doubled or stuck."""
     cluster = Cluster(random_scenario(seed), keep_rows=False, kv_events=True)
-    watches = [Watch(replica) for replica in cluster.replicas]
+    told = TOLD[cluster.scenario.pd.aborts]
+    watches = [
+        Watch(replica, spec.role in (*told, "unified")) for replica, spec in zip(cluster.replicas, cluster.specs, strict=True)
+    ]
     result = cluster.run()
     stuck = [call.question.number for call in cluster.clients.live.values()]
     assert not stuck, f"after the faults these calls made no progress: {stuck[:10]}"
-    for replica in cluster.replicas:
-        left = replica.engine.live() if replica.up else ()
-        assert not left, f"engine {replica.index} still holds {[view.request_id for view in left][:10]}"
-    in_flight = [state.in_flight for state in cluster.router.states]
-    assert not any(in_flight), f"the router still counts {in_flight} in flight"
+    if _sound(cluster.scenario):
+        _check_empty(cluster, watches)
     return {
         "seed": seed,
         "checks": sum(watch.checks for watch in watches),
         "requests": result.summary["requests"],
         "attempts": result.summary["attempts"],
+        "pd": result.summary.get("pd"),
     }
+
+
+def _sound(scenario: Scenario) -> bool:
+    """No leak that a release is known for can happen."""
+    return all(spec.role == "unified" or "tombstones" in spec.disagg for spec in scenario.engines)
+
+
+def _check_empty(cluster: Cluster, watches: Sequence[Watch]) -> None:
+    """After the faults everything has ended: engines, router, both legs."""
+    for replica, watch in zip(cluster.replicas, watches, strict=True):
+        left = replica.engine.live() if replica.up else ()
+        assert not left, f"engine {replica.index} still holds {[view.request_id for view in left][:10]}"
+        if replica.up and isinstance(replica.engine, DisaggWorker):
+            _check_resources(replica.index, replica.engine, watch)
+    in_flight = [state.in_flight for state in cluster.router.states]
+    assert not any(in_flight), f"the router still counts {in_flight} in flight"
+    if isinstance(cluster.router, PairRouter):
+        for role, counts in cluster.router.leg_counts().items():
+            assert not counts["on_the_way"] and not counts["in_flight"], f"{role} legs are left: {counts}"
+
+
+def _check_resources(index: int, worker: DisaggWorker, watch: Watch) -> None:
+    """Nothing is held. Only a room whose prefill leg never came to this process may stay: its decode made it (P54)."""
+    rooms = [room for rank in worker.managers for room in rank.table]
+    held = {name: count for name, count in worker.outstanding().items() if count and "rooms" not in name}
+    assert not held, f"engine {index} is idle and holds {held}"
+    left = sorted(watch.rooms.intersection(rooms))
+    assert not left, f"engine {index} keeps rooms of requests that have ended: {left[:10]}"
 
 
 def swarm(seconds: float, first_seed: int) -> tuple[int, int, int | None]:

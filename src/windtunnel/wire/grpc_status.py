@@ -19,6 +19,7 @@ CODES: Mapping[int, str] = MappingProxyType(
         409: "ABORTED",
         412: "FAILED_PRECONDITION",
         413: "RESOURCE_EXHAUSTED",
+        416: "OUT_OF_RANGE",
         422: "INVALID_ARGUMENT",
         429: "RESOURCE_EXHAUSTED",
         501: "UNIMPLEMENTED",

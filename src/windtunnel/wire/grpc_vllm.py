@@ -196,11 +196,15 @@ class GenerateEncoder:
                 chunk.input_logprobs.CopyFrom(_input_logprobs(spec))
         out = [pb.GenerateResponse(chunk=chunk)]
         if delta.finish_reason is not None:
-            out.append(complete(spec, delta, usage))
+            out.append(_complete(spec, delta, usage))
         return out
 
+    def whole(self, result: ChoiceResult, usage: Usage) -> pb.GenerateResponse:
+        """All of one choice."""
+        return _complete(self._spec, result, usage)
 
-def complete(spec: GenerateSpec, part: Delta | ChoiceResult, usage: Usage) -> pb.GenerateResponse:
+
+def _complete(spec: GenerateSpec, part: Delta | ChoiceResult, usage: Usage) -> pb.GenerateResponse:
     """The end of one choice: all of it (not streamed), or its last delta."""
     told = pb.GenerateComplete(
         output_ids=part.token_ids,

@@ -47,9 +47,9 @@ def test_a_lone_client_shows_the_costs_of_a_step_and_of_prefill() -> None:
 @pytest.mark.slow
 def test_a_fit_recovers_the_truth_and_predicts_what_was_left_out() -> None:
     runs = [measured(1, 60), measured(4, 80), measured(12, 120)]
-    profile, distance = fit(runs[:2], LIMITS, seed=5, evaluations=30, turns=(6,))
+    profile, distance = fit(runs[:2], LIMITS, seed=5, evaluations=30, turns=(6,), scouts=24)
     assert distance is not None and distance < 0.1
-    assert profile.step.decode_seq_ns == pytest.approx(200_000, rel=0.35)
+    assert profile.step.decode_seq_ns == pytest.approx(200_000, rel=0.4)
     assert profile.step.base_ns + profile.step.decode_seq_ns == pytest.approx(5.2e6, rel=0.02)
     rows = predict(runs, runs[:2], profile, LIMITS, (7, 8))
     left_out = [row for row in rows if not row.fitted]

@@ -87,15 +87,20 @@ class BlockPool:
     def allocate(self, count: int) -> list[int]:
         """`count` blocks with one owner each. The caller has checked `free_blocks`."""
         assert count <= self.free_blocks, f"{count} blocks asked of {self.free_blocks}"
-        return [self._take_front() for _ in range(count)]
-
-    def _take_front(self) -> int:
-        block: int = self._next[self.num_blocks]
-        self._unlink(block)
-        self._refs[block] = 1
-        if self._hash_of[block] is not None:
-            self._evict(block)
-        return block
+        after_of, refs, hash_of, head = self._next, self._refs, self._hash_of, self.num_blocks
+        taken: list[int] = []
+        block = after_of[head]
+        for _ in range(count):
+            taken.append(block)
+            refs[block] = 1
+            block = after_of[block]
+        after_of[head] = block
+        self._prev[block] = head
+        self.free_blocks -= count
+        for block in taken:
+            if hash_of[block] is not None:
+                self._evict(block)
+        return taken
 
     def free(self, blocks: Sequence[int]) -> None:
         """Drop one owner of each block of a sequence, given from head to tail."""
@@ -183,12 +188,6 @@ class BlockPool:
         del self._cached[digest]
         if self.collects_events:
             self._events.append(BlockRemoved((digest,)))
-
-    def _unlink(self, block: int) -> None:
-        before, after = self._prev[block], self._next[block]
-        self._next[before] = after
-        self._prev[after] = before
-        self.free_blocks -= 1
 
     def free_list(self) -> list[int]:
         """All free blocks in the order in which they will be taken."""

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import NamedTuple, cast
 
+from windtunnel.core.kv.hashing import BlockHasher, ExtraKeys
 from windtunnel.core.lifecycle import Event, State
 from windtunnel.core.outputs import TokenOutput
 from windtunnel.core.pacing import Pacing
@@ -262,9 +263,9 @@ class RunScheduler(VllmScheduler):
 
     def _cross(self, crossing: list[RunSequence]) -> None:
         """Each takes its next block; there are enough."""
-        size, allocate = self.config.block_size, self.pool.allocate
-        for sequence in crossing:
-            sequence.blocks += allocate(1)
+        size = self.config.block_size
+        for sequence, block in zip(crossing, self.pool.allocate(len(crossing)), strict=True):
+            sequence.blocks.append(block)
             self._set_boundary(sequence, sequence.boundary + size)
 
     def _visit(self, order: int, crossing: dict[int, RunSequence], step: RunStep, now_ns: int) -> bool:
@@ -395,6 +396,18 @@ class RunCompletion(Completion):
         self.ended.append(sequence)
 
 
+class QuickHasher(BlockHasher):
+    """Block hashes that never leave the engine: Python's own 64-bit hash of the chain instead of pickle and SHA-256."""
+
+    def extend(self, hashes: list[bytes], token_ids: Sequence[int], keys: ExtraKeys, blocks: int) -> None:
+        size, at = self.block_size, 0
+        while len(hashes) < blocks:
+            parent, extra = (hashes[-1], keys.rest) if hashes else (b"", keys.first)
+            digest = hash((parent, tuple(token_ids[at : at + size]), extra or ()))
+            hashes.append(digest.to_bytes(8, "little", signed=True))
+            at += size
+
+
 class RunVllmEngine(VllmEngine):
     """One data-parallel rank in virtual time. Implements `windtunnel.core.engine.Engine`, with `take_runs` beside it."""
 
@@ -403,11 +416,17 @@ class RunVllmEngine(VllmEngine):
     step_type = RunStep
     completion_type = RunCompletion
 
-    def __init__(self, config: VllmEngineConfig, pacing: Pacing) -> None:
-        """Raises ValueError for pacing by sequence and for asynchronous scheduling."""
+    def __init__(self, config: VllmEngineConfig, pacing: Pacing, *, quick_hashes: bool = False) -> None:
+        """`quick_hashes`: nobody outside reads block hashes. Raises ValueError for pacing by sequence, for asynchronous
+        scheduling, and for quick hashes in KV events.
+        """
         if not pacing.lock_step or config.async_scheduling:
             raise ValueError("tokens leave in runs only under lock step and without async_scheduling: use VllmEngine")
+        if quick_hashes and config.collect_kv_events:
+            raise ValueError("quick_hashes is set: must be off where KV events are collected")
         super().__init__(config, pacing)
+        if quick_hashes:
+            self._scheduler.hasher = QuickHasher("sha256", config.block_size)
 
     def reconfigure(self, config: VllmEngineConfig, pacing: Pacing | None = None, *, now_ns: int = 0) -> None:
         if pacing is not None and not pacing.lock_step:

@@ -14,9 +14,9 @@ from windtunnel.serve.sglang.foreign_flags import SGLANG_FOREIGN_FLAGS
 DEFAULT_PORT = 30000
 
 _SHARED_WITHOUT_SECTION = frozenset(
-    """engine host port served-model-name enable-lora seed stream-interval tool-call-parser reasoning-parser shutdown-timeout
-    shutdown-outcome watchdog-interval startup-duration timeout-keep-alive disable-access-log ssl-certfile ssl-keyfile fault
-    pod-name pod-namespace hash-seed""".split()
+    """engine host port grpc-port served-model-name enable-lora seed stream-interval tool-call-parser reasoning-parser
+    shutdown-timeout shutdown-outcome watchdog-interval startup-duration timeout-keep-alive disable-access-log
+    ssl-certfile ssl-keyfile fault pod-name pod-namespace hash-seed""".split()
 )
 _SHARED_SECTIONS = ("pacing", "generation", "failures", "limits")
 
@@ -123,8 +123,14 @@ SGLANG_FLAGS = FlagTable(
 )
 
 
+_VLLM_FAULTS = frozenset({"head-of-line-wedge"})
+
+
 def check_sglang(config: ServeConfig) -> None:
     """Limits that only the engine knows; the message names the setting."""
+    for name in config.faults:
+        if name.partition(":")[0] in _VLLM_FAULTS:
+            raise UsageError(f"--fault {name}: this defect is in vLLM's block pool; it needs --engine vllm")
     if config.disagg.on and config.data_parallel_size > 1:
         raise UsageError("--dp-size: a P/D worker is one data-parallel rank here; start several with `windtunnel up`")
     if config.disagg.mode == "prefill" and config.disagg.transfer_backend == "fake":
@@ -132,4 +138,5 @@ def check_sglang(config: ServeConfig) -> None:
     try:
         sglang_engine_config(config)
     except ValueError as error:
-        raise UsageError(f"--{str(error).replace('_', '-')}") from None
+        told = str(error).replace("max_total_num_tokens", "max_total_tokens")
+        raise UsageError(f"--{told.replace('_', '-')}") from None

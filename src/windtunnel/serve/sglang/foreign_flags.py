@@ -34,13 +34,13 @@ _SGLANG = """
     eplb-rebalance-layers-per-chunk eplb-rebalance-num-iterations expert-distribution-recorder-buffer-size
     expert-distribution-recorder-mode expert-parallel-size export-metrics-to-file export-metrics-to-file-dir
     fastapi-root-path file-storage-path flashinfer-mla-disable-ragged flashinfer-mxfp4-moe-precision forward-hooks
-    fp4-gemm-backend fp8-gemm-backend gc-warning-threshold-secs gpu-id-step grammar-backend grpc-mode grpc-port
+    fp4-gemm-backend fp8-gemm-backend gc-warning-threshold-secs gpu-id-step grammar-backend grpc-mode
     hf-chat-template-name hicache-io-backend hicache-mem-layout hicache-ratio hicache-size hicache-storage-backend
     hicache-storage-backend-extra-config hicache-storage-prefetch-policy hicache-write-policy
     hierarchical-sparse-attention-extra-config hybrid-kvcache-ratio init-expert-location is-embedding
     json-model-override-args keep-mm-feature-on-device kt-cpuinfer kt-max-deferred-experts-per-token kt-method
     kt-num-gpu-experts kt-threadpool-count kt-weight-path kv-cache-dtype kv-events-config language-only
-    limit-mm-data-per-request load-balance-method load-format load-watch-interval log-level log-level-http log-requests
+    limit-mm-data-per-request load-format load-watch-interval log-level log-level-http log-requests
     log-requests-format log-requests-level log-requests-target lora-backend lora-drain-wait-threshold lora-eviction-policy
     lora-target-modules mamba-full-memory-ratio mamba-scheduler-strategy mamba-ssm-dtype mamba-track-interval
     max-loaded-loras max-lora-chunk-size max-lora-rank max-loras-per-batch max-mamba-cache-size mem-fraction-static

@@ -70,6 +70,7 @@ class HeldAnswer(StreamedAnswer):
     def start(self) -> None:
         """The head is out and the sink open: write what was kept."""
         self.begun = True
+        self.begin()
         queued, self._queued = self._queued, []
         if not self.open:
             return
@@ -168,7 +169,9 @@ class SglangRoute(GenerateRoute):
             if isinstance(job, Job):
                 server.jobs.end(job)
             stall.cancel()
-        if not line.gone:
+        if answer.cut:
+            sink.end_cut()
+        elif not line.gone:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _first_output(self, job: Job, answer: HeldAnswer, first: FirstOutput, scope: Scope, end: End) -> bool:

@@ -36,7 +36,7 @@ class _Probe:
         """Nothing to do."""
 
 
-async def probe(server: Server, beats: Heartbeat) -> bool:
+async def probe(server: Server, beats: Heartbeat, look_ns: int = LOOK_INTERVAL_NS) -> bool:
     """Whether the scheduler is alive. Takes at least one look interval, at most the health-check timeout."""
     scale = server.config.pacing.time_scale
     before = beats.beats
@@ -45,7 +45,7 @@ async def probe(server: Server, beats: Heartbeat) -> bool:
             driver.submit([_request(server)], [_Probe()])
     deadline_ns = now_ns() + scaled(server.config.sglang.health_check_timeout_ns, scale)
     while now_ns() < deadline_ns:
-        await asyncio.sleep(scaled(LOOK_INTERVAL_NS, scale) / 1e9)
+        await asyncio.sleep(scaled(look_ns, scale) / 1e9)
         if beats.beats > before:
             return True
     return False

@@ -1,7 +1,7 @@
 """`/v1/loads` and its older form `/get_load`: live numbers, even while the gauges stand still (SGLang reference §7.5)."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from windtunnel.serve.operations.endpoint import Call, Reply, json_reply
@@ -31,7 +31,7 @@ def gauges(server: Server, rank: int) -> Mapping[str, float]:
     return told
 
 
-def _load(server: Server, rank: int, sections: frozenset[str]) -> dict[str, Any]:
+def rank_load(server: Server, rank: int, sections: frozenset[str]) -> dict[str, Any]:
     now, said = live(server, rank), gauges(server, rank)
     used, waiting = int(now["num_used_tokens"]), int(now["num_waiting_reqs"])
     told: dict[str, Any] = {
@@ -106,27 +106,28 @@ _SECTION_OF = {
 }
 
 
-def _sections(call: Call) -> frozenset[str]:
-    asked = call.query.get("include", "all").split(",")
-    for name in asked:
+def sections(asked: Iterable[str]) -> frozenset[str]:
+    """Raises WireError for one that is not known."""
+    names = tuple(asked)
+    for name in names:
         if name not in SECTIONS:
             raise WireError(f"include has {name!r}: must be a list of {', '.join(SECTIONS)}")
-    return frozenset(SECTIONS if "all" in asked else asked)
+    return frozenset(SECTIONS if "all" in names else names)
 
 
 def _ranks(server: Server, call: Call) -> list[int]:
     asked = call.query.get("dp_rank")
     if asked is None:
         return list(range(len(server.engines)))
-    if not asked.isdigit() or int(asked) >= len(server.engines):
+    if not (asked.isascii() and asked.isdigit()) or int(asked) >= len(server.engines):
         raise WireError(f"dp_rank is {asked!r}: must be below {len(server.engines)}")
     return [int(asked)]
 
 
 def v1_loads(server: Server, call: Call) -> Reply:
     started_s = time.perf_counter()
-    sections, ranks = _sections(call), _ranks(server, call)
-    told = [_load(server, rank, sections) for rank in ranks]
+    wanted, ranks = sections(call.query.get("include", "all").split(",")), _ranks(server, call)
+    told = [rank_load(server, rank, wanted) for rank in ranks]
     server.metrics.on_loads(time.perf_counter() - started_s)
     if call.query.get("format") == "prometheus":
         return Reply(_prometheus(told), 200, b"text/plain; version=0.0.4; charset=utf-8")

@@ -209,7 +209,9 @@ def _continue(server: Server, _call: Call) -> Reply:
 
 async def _flush_cache(server: Server, call: Call) -> Reply:
     """Refused with a 400 while anything is live; `?timeout=` waits so many seconds for idleness."""
-    wait_s = min(float(call.query.get("timeout", "0")), _LONGEST_WAIT_S)
+    wait_s = float(call.query.get("timeout", "0"))
+    if not 0 <= wait_s <= _LONGEST_WAIT_S:
+        raise WireError(f"timeout is {wait_s}: must be in [0, {_LONGEST_WAIT_S}] seconds")
     if wait_s:
         await _idle(server, wait_s)
     done = [engine.flush_cache(now_ns()) for engine in server.engines]
@@ -242,6 +244,10 @@ def _set_internal_state(server: Server, state: Sglang, call: Call) -> Reply:
 def _slow_down(server: Server, state: Sglang, call: Call) -> Reply:
     """`forward_sleep_time` seconds more for every batch; null ends it. Only the step model of time has batches to slow."""
     asked = _object(call).get("forward_sleep_time")
+    if asked is not None and (
+        isinstance(asked, bool) or not isinstance(asked, int | float) or not 0 <= asked <= _LONGEST_WAIT_S
+    ):
+        raise WireError(f"forward_sleep_time must be null or in [0, {_LONGEST_WAIT_S}] seconds")
     slower_ms = 0.0 if asked is None else float(asked) * 1000
     base_ms = server.config.pacing.step_base_ns / 1e6 - state.slow_down_ms
     server.reconfigure({"step_base": f"{base_ms + slower_ms}ms"})
@@ -254,6 +260,8 @@ def _slow_down(server: Server, state: Sglang, call: Call) -> Reply:
 
 def _open_session(server: Server, state: Sglang, call: Call) -> Reply:
     wanted = _object(call).get("session_id") or server.new_id()
+    if not isinstance(wanted, str):
+        raise WireError("session_id must be a text", kind=errors.INVALID)
     if wanted in state.sessions or len(state.sessions) >= server.config.limits.stored_responses:
         return Reply(status=400)
     state.sessions.add(wanted)
@@ -261,7 +269,9 @@ def _open_session(server: Server, state: Sglang, call: Call) -> Reply:
 
 
 def _close_session(_server: Server, state: Sglang, call: Call) -> Reply:
-    state.sessions.discard(_object(call).get("session_id", ""))
+    wanted = _object(call).get("session_id", "")
+    if isinstance(wanted, str):
+        state.sessions.discard(wanted)
     return Reply()
 
 
@@ -287,7 +297,7 @@ def _load_lora(server: Server, call: Call) -> Reply:
 
 def _unload_lora(server: Server, call: Call) -> Reply:
     name = _object(call).get("lora_name")
-    if name not in server.env.loras:
+    if not isinstance(name, str) or name not in server.env.loras:
         return _lora_reply(server, f"LoRA adapter {name!r} is not loaded.")
     rest = {known: lora for known, lora in server.env.loras.items() if known != name}
     server.env = replace(server.env, loras=rest)
@@ -450,6 +460,11 @@ def _rules(state: Sglang) -> tuple[Rule, ...]:
         Rule("/open_session", _ANY, open_session),
         Rule("/close_session", _ANY, close_session),
     )
+
+
+POST_PATHS = frozenset(
+    rule.path for rule in (*_rules(Sglang()), *_admin_rules(Sglang()), *debug.ALWAYS) if "POST" in rule.methods
+)
 
 
 async def _health(server: Server, state: Sglang) -> Reply:

@@ -84,6 +84,8 @@ def lone(requests: Sequence[Measured]) -> Lone:
 
 
 _SEEDS = 2
+_SCOUT_SPREAD = 0.8
+"""Standard deviation of a scout's factor, as a logarithm."""
 _LAGS = (2, 50)
 
 
@@ -210,8 +212,12 @@ def fit(
     say: Callable[[str], None] = lambda _text: None,
     source: str = "",
     turns: Sequence[int] = _TURNS,
+    scouts: int = 0,
 ) -> tuple[Profile, float | None]:
-    """A profile of these runs and its distance (None: nothing to compare). One of them must have concurrency 1."""
+    """A profile of these runs and its distance (None: nothing to compare). One of them must have concurrency 1.
+
+    The search is local. `scouts` random points are tried before each descent, which then starts from the best of them.
+    """
     single = [request for run in runs if run.concurrency == 1 for request in run.requests]
     others = [run for run in runs if run.concurrency != 1]
     if not single:
@@ -221,7 +227,7 @@ def fit(
     if not others:
         say("no run with concurrency above 1: the cost of a decoding sequence is a guess (5 % of a step)")
         return profile_of(alone, start, source), None
-    best, least = _search(alone, start, others, limits, seed, evaluations, say, turns)
+    best, least = _search(alone, start, others, limits, seed, evaluations, say, turns, scouts)
     return profile_of(alone, best, source), least
 
 
@@ -234,6 +240,7 @@ def _search(
     evaluations: int,
     say: Callable[[str], None],
     shapes: Sequence[int],
+    scouts: int,
 ) -> tuple[Shared, float]:
     real = [series(run) for run in runs]
 
@@ -254,14 +261,18 @@ def _search(
         return replace(start, **dict(zip(free, map(float, origin * np.exp(point)), strict=True)), turns=turns)
 
     best, best_point, least = start, np.zeros(len(free)), float("inf")
+    chance = np.random.default_rng(seed)
     for turns in shapes:
+        scouted = [best_point, *(chance.normal(0, _SCOUT_SPREAD, len(free)) for _ in range(scouts))]
+        costs = [cost(at(point, turns)) for point in scouted] if scouts else [0.0]
+        origin_point = scouted[costs.index(min(costs))]
         found = minimize(
             lambda point, turns=turns: cost(at(point, turns)),
-            best_point,
+            origin_point,
             method="Nelder-Mead",
             options={
                 "maxfev": evaluations if turns == shapes[0] else evaluations // 2,
-                "initial_simplex": _simplex(best_point),
+                "initial_simplex": _simplex(origin_point),
             },
         )
         say(f"turns {turns}: distance {found.fun:.4f}")

@@ -7,6 +7,6 @@ from windtunnel.wire.family import Family
 
 def families() -> Sequence[Family]:
     """The families that run requests in the engine, one module each."""
-    from windtunnel.wire.sglang import chat, completions, messages, native
+    from windtunnel.wire.sglang import chat, completions, messages, native, responses
 
-    return (native, completions, chat, messages)
+    return (native, completions, chat, messages, responses)

@@ -71,6 +71,7 @@ def plan(body: bytes, headers: Mapping[str, str], env: SglangEnv) -> Generation:
     request = errors.read_model(ChatRequest, body, headers)
     limit = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     requests.check_ranges(request.sampling_values(limit))
+    requests.check_logprobs("top_logprobs", request.top_logprobs, env)
     _conversation, planned = openai_chat.render(request.messages, request, env)
     prompts = (planned,)
     routed = requests.routing(request, headers, 1, env, request.model)

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from windtunnel.wire.env import ServerEnv
 
@@ -17,3 +17,8 @@ class SglangEnv(ServerEnv):
     """`--incremental-streaming-output`: native events carry what is new and not everything so far."""
     weight_version: str = "default"
     clock_s: Callable[[], float] = time.time
+
+
+def lenient(env: SglangEnv) -> SglangEnv:
+    """The same server for the families that are planned by vLLM's rules: SGLang takes tools without a parser's flag, too."""
+    return replace(env, enable_auto_tool_choice=True, tool_call_parser=env.tool_call_parser or "none", stored=None)

@@ -10,22 +10,10 @@ from windtunnel.wire.family import WireError
 
 INVALID = "Bad Request"
 """The `kind` of bodies that do not parse or do not validate."""
+BAD_VALUE = 400
+"""The status of a request that cannot be."""
+_STATUS_NAMES = {400: "BAD_REQUEST", 500: "INTERNAL_SERVER_ERROR", 503: "SERVICE_UNAVAILABLE", 504: "GATEWAY_TIMEOUT"}
 ModelT = TypeVar("ModelT", bound=BaseModel)
-
-
-_STATUS_NAMES = {
-    400: "BAD_REQUEST",
-    401: "UNAUTHORIZED",
-    403: "FORBIDDEN",
-    404: "NOT_FOUND",
-    408: "REQUEST_TIMEOUT",
-    413: "REQUEST_ENTITY_TOO_LARGE",
-    429: "TOO_MANY_REQUESTS",
-    500: "INTERNAL_SERVER_ERROR",
-    501: "NOT_IMPLEMENTED",
-    503: "SERVICE_UNAVAILABLE",
-}
-"""Names of Python's HTTPStatus, which SGLang shows as the type of an error inside a stream (reference §7.4)."""
 
 
 def flat(error: WireError) -> dict[str, Any]:
@@ -38,7 +26,7 @@ def flat_body(error: WireError) -> bytes:
 
 def stream_event(error: WireError) -> bytes:
     """An error inside an OpenAI stream: its `type` is the name of the status."""
-    told = flat(error) | {"type": _STATUS_NAMES.get(error.status, "INTERNAL_SERVER_ERROR")}
+    told = flat(error) | {"type": _STATUS_NAMES.get(error.status, error.kind)}
     return b"data: %b\n\n" % http.dumps({"error": told})
 
 

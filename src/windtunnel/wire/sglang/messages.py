@@ -7,7 +7,7 @@ from typing import Any
 from windtunnel.wire import http
 from windtunnel.wire.family import ChoiceResult, Generation, StreamEncoder, Usage, WireError
 from windtunnel.wire.sglang import errors, requests
-from windtunnel.wire.sglang.env import SglangEnv
+from windtunnel.wire.sglang.env import SglangEnv, lenient
 from windtunnel.wire.sglang.native import routed_values
 from windtunnel.wire.vllm import messages as anthropic
 
@@ -25,7 +25,7 @@ def plan(body: bytes, headers: Mapping[str, str], env: SglangEnv) -> Generation:
     extra = errors.validated(requests.RoutingFields.model_validate, request.model_extra or {})
     routed = requests.routing(extra, headers, 1, env, request.model)
     known = request.model_copy(update={"model": env.served_models[0], "cache_salt": None})
-    planned = anthropic.plan_request(known, headers, env)
+    planned = anthropic.plan_request(known, headers, lenient(env))
     if planned.late_error is not None:
         raise planned.late_error
     spec = replace(planned.spec, response_id=f"msg_{routed.rids[0]}", model=request.model)

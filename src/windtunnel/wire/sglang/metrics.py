@@ -283,9 +283,12 @@ class SglangMetrics:
         life.generated += count
 
     def on_finished(self, request_id: str, reason: FinishReason, now_ns: int) -> None:
+        """An abort that the waiting queue echoes is no end of a request for these (§5): there was no output."""
         life = self._live.pop(request_id, None)
-        if life is None:
-            return
+        if life is not None and (life.generated or reason is not FinishReason.ABORT):
+            self._count_end(life, now_ns)
+
+    def _count_end(self, life: _Life, now_ns: int) -> None:
         took_s = (now_ns - life.arrival_ns) / S
         self._tokenizer_child("prompt_tokens", life.streaming).inc(life.prompt_tokens)
         self._tokenizer_child("generation_tokens", life.streaming).inc(life.generated)
@@ -296,8 +299,14 @@ class SglangMetrics:
             self._tokenizer_child("request_time_per_output_token_seconds", life.streaming).observe(took_s / life.generated)
 
     def on_dropped(self, request_ids: Iterable[str]) -> None:
-        """The client has gone: its live requests are aborted, and that is all that is counted."""
-        self.on_aborts(sum(self._live.pop(request_id, None) is not None for request_id in request_ids))
+        """The client has gone: its requests are aborted. Their state stays until the scheduler confirms (P41), so what they
+        generated is counted as for any other end.
+        """
+        lives = [life for request_id in request_ids if (life := self._live.pop(request_id, None)) is not None]
+        self.on_aborts(len(lives))
+        for life in lives:
+            if life.generated:
+                self._count_end(life, life.last_ns)
 
     def on_aborts(self, count: int) -> None:
         self._tokenizer_child("num_aborted_requests").inc(count)

@@ -84,6 +84,8 @@ def plan(body: bytes, headers: Mapping[str, str], env: SglangEnv) -> Generation:
     sampling = _sampling(request)
     planned = tuple(requests.prompt_of(value, env) for value in values)
     requests.check_ranges(sampling.model_dump())
+    requests.check_size(len(planned), sampling.n)
+    requests.check_logprobs("top_logprobs_num", _first(request.top_logprobs_num), env)
     routed = requests.routing(request, headers, len(planned), env, request.model)
     limit = requests.output_limit(sampling.max_new_tokens, planned, env)
     wants = _first(request.return_logprob)
@@ -206,7 +208,7 @@ class NativeEncoder:
 
     def error(self, error: WireError) -> bytes:
         """An abort with a status code is a last event like others; a bad value is an error object (§7.4)."""
-        if error.status == 400:
+        if error.status == errors.BAD_VALUE:
             told = {"message": error.message, "type": "invalid_request_error", "code": error.status, "retryable": False}
             return b"data: %b\n\n%b" % (http.dumps({"error": told}), DONE)
         finish = {"type": "abort", "message": error.message, "status_code": error.status, "err_type": error.kind}
@@ -292,8 +294,8 @@ def _result(spec: NativeSpec, choice: ChoiceResult, usage: Usage) -> dict[str, A
 
 def error_body(error: WireError) -> bytes:
     """A bad value is `{"error": {"message"}}`; a body that does not validate and an abort are the flat object (§7.3)."""
-    if error.status == 400 and error.kind != errors.INVALID:
+    if error.status == errors.BAD_VALUE and error.kind != errors.INVALID:
         return http.dumps({"error": {"message": error.message}})
-    if error.status == 400:
+    if error.status == errors.BAD_VALUE:
         return errors.flat_body(error)
     return http.dumps(errors.flat(error) | {"type": str(error.status)})

@@ -12,6 +12,8 @@ from windtunnel.wire.vllm import fields, prompts, structured
 MAX_BATCH = 1024
 """Prompts in one request; the real server has no limit."""
 MAX_N = 1024
+MAX_RESULTS = 4096
+"""Prompts times `n`."""
 Bootstrap = tuple[str, int | None, int]
 T = TypeVar("T")
 
@@ -100,7 +102,7 @@ def _lora(path: str | list[str | None] | None, model: str | None, env: SglangEnv
 
 def _rank(request: RoutingFields, headers: Mapping[str, str], env: SglangEnv) -> int | None:
     header = headers.get("x-data-parallel-rank")
-    rank = int(header) if header and header.isdigit() else request.routed_dp_rank
+    rank = int(header) if header and header.isascii() and header.isdigit() else request.routed_dp_rank
     rank = request.data_parallel_rank if rank is None else rank
     if rank is not None and not 0 <= rank < env.data_parallel_size:
         raise WireError(f"routed_dp_rank is {rank}: must be in [0, {env.data_parallel_size})")
@@ -139,9 +141,9 @@ def prompt_of(value: str | Sequence[int], env: SglangEnv, *, special: bool = Tru
         planned = prompts.from_token_ids(value, env)
     if not planned.token_ids:
         raise WireError("The prompt is empty: it needs at least one token.")
-    highest = max(planned.token_ids)
-    if highest >= env.vocabulary:
-        raise WireError(f"input_ids holds {highest}: this model has token ids below {env.vocabulary}")
+    for extreme in (min(planned.token_ids), max(planned.token_ids)):
+        if not 0 <= extreme < env.vocabulary:
+            raise WireError(f"input_ids holds {extreme}: this model has token ids from 0 to {env.vocabulary - 1}")
     return planned
 
 
@@ -152,6 +154,18 @@ def room_of(planned: Sequence[PromptPlan], env: SglangEnv) -> int:
     if room < 1:
         raise WireError(f"The input ({longest} tokens) is longer than the model's context length ({env.max_model_len} tokens).")
     return room
+
+
+def check_size(prompts: int, n: int) -> None:
+    """Raises the 400 for more results than one call may ask for."""
+    if prompts * n > MAX_RESULTS:
+        raise WireError(f"{prompts} prompts with n={n} are {prompts * n} results: at most {MAX_RESULTS} in one request")
+
+
+def check_logprobs(field: str, count: int | None, env: SglangEnv) -> None:
+    """A limit of ours: SGLang has none."""
+    if count is not None and not 0 <= count <= env.max_logprobs:
+        raise WireError(f"{field} must be in [0, {env.max_logprobs}], got {count}.")
 
 
 def output_limit(asked: int | None, planned: Sequence[PromptPlan], env: SglangEnv) -> int:
@@ -217,7 +231,7 @@ def sampling_plan(request: Any, max_tokens: int, *, min_tokens: int, logprobs: i
         max_tokens=max_tokens,
         min_tokens=min_tokens,
         n=request.n or 1,
-        stop=(stop,) if isinstance(stop, str) else tuple(stop or ()),
+        stop=tuple(text for text in ([stop] if isinstance(stop, str) else stop or ()) if text),
         stop_token_ids=(*(request.stop_token_ids or ()), *(() if request.ignore_eos else env.extra_eos_token_ids)),
         include_stop_str=request.no_stop_trim,
         ignore_eos=request.ignore_eos,

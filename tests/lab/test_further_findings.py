@@ -1,0 +1,102 @@
+"""Findings that need a router, a transfer queue, a process or a known answer; and the arithmetic of the self-test."""
+
+import asyncio
+import json
+from dataclasses import replace
+
+import jsonschema
+import pytest
+from tests.lab.fake_server import FakeServer
+from tests.lab.test_findings import PLAN, blow, names
+
+from windtunnel.core.units import S
+from windtunnel.lab.document import storm_report
+from windtunnel.lab.findings import Finding, Severity, find
+from windtunnel.lab.plan import Role, Shape
+from windtunnel.lab.proxy import Proxy
+from windtunnel.lab.record import DrainRecord, End, KnownPair, Sample, StormResult
+from windtunnel.lab.report import schema
+from windtunnel.lab.selftest import Case, Run, Seen, schedule, selftest_document
+from windtunnel.lab.storm import run_storm
+from windtunnel.lab.target import make_target
+
+
+@pytest.mark.parametrize(("keep", "expected"), [(True, ["abort_not_propagated"]), (False, [])])
+async def test_a_proxy_that_keeps_its_upstream_is_told_from_one_that_does_not(keep: bool, expected: list[str]) -> None:
+    worker = FakeServer(itl_s=0.005)
+    port = await worker.start()
+    front = await asyncio.start_server(Proxy(port, keep_upstream=keep).serve, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{front.sockets[0].getsockname()[1]}"
+    plan = replace(PLAN, bystanders=0, survivors=0, later=2, victim=Shape(max_tokens=400), quiet_deadline_ns=10 * S)
+    try:
+        result = await run_storm(make_target(url, "fake", metrics_urls=[f"http://127.0.0.1:{port}/metrics"]), plan)
+    finally:
+        front.close()
+        await worker.stop()
+    assert result.front and result.direct is not None
+    assert names(find(result)) == expected
+
+
+def stuck(result: StormResult, key: str, watch: str) -> StormResult:
+    """The same storm, but this gauge stays two above its baseline, and a probe is answered."""
+    end_ns = max(sample.at_ns for sample in result.samples) + 1
+    last = Sample(end_ns, "quiet", 0, result.samples[-1].opened, {**result.samples[-1].gauges, key: 2.0}, {})
+    probe = next(one for one in result.streams if one.ask.role is Role.PROBE)
+    probe = replace(probe, started_ns=end_ns + 1, ended_ns=end_ns + 2)
+    return replace(
+        result,
+        watches={**result.watches, key: watch},
+        samples=(*result.samples, last),
+        streams=(*result.streams, probe),
+        quiet_ns=None,
+        settled=None,
+        at_deadline=last,
+        after_probe=replace(last, at_ns=end_ns + 3, phase="probe"),
+    )
+
+
+async def test_what_is_stuck_is_named_after_its_queue() -> None:
+    result = await blow(PLAN)
+    assert names(find(stuck(result, "num_prefill_inflight_queue_reqs", "queue"))) == ["transfer_orphan"]
+    assert names(find(stuck(result, "num_decode_prealloc_queue_reqs", "queue"))) == ["queue_orphan"]
+    assert names(find(stuck(result, "running", "running"))) == ["gauge_drift"]
+    unanswered = stuck(result, "waiting", "waiting")
+    last = replace(unanswered.streams[-1], end=End.ERROR_STATUS, status=500)
+    assert "queue_orphan" in names(find(unanswered))
+    assert "queue_orphan" not in names(find(replace(unanswered, streams=(*unanswered.streams[:-1], last))))
+
+
+async def test_drains_known_answers_and_the_document() -> None:
+    result = await blow(PLAN)
+    assert find(replace(result, drain=DrainRecord(4, 0, 2 * S, 10 * S, {"finished": 4}))) == ()
+    assert names(find(replace(result, drain=DrainRecord(4, 1, None, 10 * S, {"finished": 3})))) == ["drain_timeout"]
+    assert find(replace(result, known=(KnownPair(1, ("a", "b"), ("a", "b")),))) == ()
+    assert names(find(replace(result, known=(KnownPair(1, ("a", "b"), ("a", "c")),)))) == ["corrupt_stream"]
+    document = storm_report(make_target("http://127.0.0.1:1", "fake", headers={"authorization": "Bearer fake"}), result)
+    assert document["model"] == "<removed>"  # the key, wherever it turns up
+    jsonschema.Draft202012Validator(schema("storm")).validate(json.loads(json.dumps(document)))
+
+
+def test_the_self_test_counts_what_was_named_right() -> None:
+    def seen(name: str, seconds: float) -> Seen:
+        return Seen(Finding(name, Severity.HIGH, "", ("x",), 1), "crowd", seconds)
+
+    case = Case("deaf", "zombie_tokens")
+    runs = [
+        Run(case, 1, (seen("zombie_tokens", 2.0), seen("late_cancel", 2.0)), 3.0),
+        Run(case, 2, (seen("late_cancel", 2.0),), 3.0),
+        Run(case, 3, (), 3.0),
+        Run(None, 4, (), 3.0),
+        Run(None, 5, (seen("wedged", 1.0),), 3.0),
+        Run(None, 6, (), 3.0, "did not answer"),
+    ]
+    document = selftest_document(runs)
+    assert document["by_fault"]["deaf"]["found"] == 2
+    assert document["by_fault"]["deaf"]["named_right"] == 1
+    assert document["by_fault"]["deaf"]["missed_seeds"] == [2, 3]
+    assert document["detection_rate"] == pytest.approx(1 / 3)
+    assert document["false_alarm_rate"] == pytest.approx(2 / 3)
+    assert not document["goal_met"]
+    order = schedule([case, Case("x", "y")], 3, seed=1)
+    assert sum(one is None for one, _ in order) == 6 == sum(one is not None for one, _ in order)
+    assert order == schedule([case, Case("x", "y")], 3, seed=1) != schedule([case, Case("x", "y")], 3, seed=2)

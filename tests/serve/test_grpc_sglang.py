@@ -1,0 +1,221 @@
+"""`SglangScheduler` over loopback: the same answers as `/generate`, statuses, departures, aborts, loads, adapters."""
+
+import json
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf import json_format
+from smg_grpc_proto.generated import common_pb2 as common
+from smg_grpc_proto.generated import sglang_scheduler_pb2 as pb
+from smg_grpc_proto.generated import sglang_scheduler_pb2_grpc as rpc
+from tests.serve.grpc_live import GrpcServer, answer, chunks, completes, grpc_live, streamed_ids
+from tests.serve.live import FOREVER_NS, PATIENCE_S, RawClient, request_bytes
+
+from windtunnel.core.tokenizer import BuiltinTokenizer
+
+TOKENIZER = BuiltinTokenizer()
+PHASES = {
+    "queued": {"sglang__max_running_requests": 1, "pacing__ttft_ns": FOREVER_NS},
+    "prefill": {"pacing__ttft_ns": FOREVER_NS},
+    "decode": {"pacing__itl_ns": 5_000_000},
+}
+"""A running batch ends before an abort takes effect (SGLang reference §5), so that of `decode` must end."""
+
+
+def sglang(**values: Any) -> Any:
+    return grpc_live(engine="sglang", **values)
+
+
+def request(text: str = "storm [wt:7]", *, stream: bool = True, request_id: str = "", **options: Any) -> pb.GenerateRequest:
+    """Endless unless `max_new_tokens` says otherwise. Options are sampling parameters, or members of the request."""
+    members = {name: options.pop(name) for name in list(options) if name in pb.GenerateRequest.DESCRIPTOR.fields_by_name}
+    told = {"ignore_eos": True, "max_new_tokens": 1000, "temperature": 1.0, **options}
+    params = pb.SamplingParams(**{name: value for name, value in told.items() if value is not None})
+    ids = pb.TokenizedInput(input_ids=TOKENIZER.encode(text))
+    return pb.GenerateRequest(request_id=request_id, tokenized=ids, stream=stream, sampling_params=params, **members)
+
+
+async def native(server: GrpcServer, body: dict[str, Any]) -> Any:
+    client = await RawClient.connect(server.live.port)
+    client.send(request_bytes("/generate", body, extra="Connection: close\r\n"))
+    reply = await client.read_all()
+    assert reply.startswith(b"HTTP/1.1 200"), reply
+    told = json.loads(reply.partition(b"\r\n\r\n")[2])
+    return told if isinstance(told, list) else [told]
+
+
+SAME: dict[str, tuple[str, dict[str, Any]]] = {
+    "marker": ("hello [wt:51]", {"max_new_tokens": 20}),
+    "no marker": ("what is the weather", {"max_new_tokens": 20}),
+    "natural end": ("end by yourself [wt:8]", {"max_new_tokens": 1000}),
+    "choices": ("three [wt:9]", {"max_new_tokens": 12, "n": 3}),
+    "minimum": ("[wt:4]", {"max_new_tokens": 400, "min_new_tokens": 300}),
+    "regex": ("[wt:5]", {"max_new_tokens": 200, "regex": "[0-9]{8}"}),
+    "stop": ("[wt:5]", {"max_new_tokens": 200, "stop": ["e"]}),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+async def test_tokens_and_finish_reasons_are_those_of_http(name: str) -> None:
+    text, params = SAME[name]
+    async with sglang() as server:
+        ids = TOKENIZER.encode(text)
+        expected = await native(server, {"input_ids": ids, "sampling_params": {**params, "temperature": 1.0}})
+        whole = completes(await answer(server, request(text, stream=False, ignore_eos=False, **params)))
+        messages = await answer(server, request(text, ignore_eos=False, **params))
+    assert [list(one.output_ids) for one in whole] == [choice["output_ids"] for choice in expected]
+    reasons = [choice["meta_info"]["finish_reason"]["type"] for choice in expected]
+    assert [one.finish_reason for one in whole] == reasons
+    for at, choice in enumerate(expected):
+        assert streamed_ids(messages, at) == choice["output_ids"]
+        counted = [chunk.completion_tokens for chunk in chunks(messages) if chunk.index == at]
+        assert counted[-1] == len(choice["output_ids"])
+        assert counted == sorted(counted)
+    assert {one.index: one.finish_reason for one in completes(messages)} == dict(enumerate(reasons))
+    if name == "stop":
+        assert whole[0].matched_stop_str == "e"
+
+
+async def test_logprobs_are_those_of_http() -> None:
+    async with sglang() as server:
+        ids = TOKENIZER.encode("storm [wt:7]")
+        asked = {"return_logprob": True, "top_logprobs_num": 2, "logprob_start_len": 0}
+        body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}, **asked}
+        (expected,) = await native(server, body)
+        (one,) = completes(await answer(server, request(stream=False, max_new_tokens=4, **asked)))
+        streamed = chunks(await answer(server, request(max_new_tokens=4, **asked)))
+        bare = completes(await answer(server, request(stream=False, max_new_tokens=4)))[0]
+    told = expected["meta_info"]
+    assert list(one.output_logprobs.token_logprobs) == pytest.approx([row[0] for row in told["output_token_logprobs"]])
+    assert [len(top.values) for top in one.output_logprobs.top_logprobs] == [2] * 4
+    assert list(one.input_logprobs.token_ids) == ids
+    values = [row.value if row.HasField("value") else None for row in one.input_logprobs.token_logprobs]
+    assert values[0] is None
+    assert values[1:] == pytest.approx([row[0] for row in told["input_token_logprobs"]][1:])
+    assert [chunk.HasField("input_logprobs") for chunk in streamed] == [True, False, False, False]
+    assert not bare.HasField("output_logprobs")
+
+
+def brief(**options: Any) -> pb.GenerateRequest:
+    return request(max_new_tokens=8, **options)
+
+
+BAD: dict[str, tuple[pb.GenerateRequest, str]] = {
+    "no input": (pb.GenerateRequest(), "tokenized"),
+    "empty": (pb.GenerateRequest(tokenized=pb.TokenizedInput()), "empty"),
+    "unknown token": (pb.GenerateRequest(tokenized=pb.TokenizedInput(input_ids=[4_000_000_000])), "input_ids"),
+    "too long": (request("word " * 300), "context length"),
+    "too many": (request(max_new_tokens=255), "context length"),
+    "no tokens": (request(max_new_tokens=0), "max_new_tokens"),
+    "temperature": (brief(temperature=-1.0), "temperature"),
+    "top_k": (brief(top_k=-5), "top_k"),
+    "n": (brief(n=5000), "n must be"),
+    "stops": (brief(stop=["x"] * 2000), "stop"),
+    "interval": (brief(stream_interval=0), "stream_interval"),
+    "regex": (brief(regex="("), "regex"),
+    "top": (brief(top_logprobs_num=-1), "top_logprobs_num"),
+    "rank": (brief(data_parallel_rank=4), "data_parallel_rank"),
+    "adapter": (brief(lora_id="nobody"), "nobody"),
+    "port": (brief(disaggregated_params=pb.DisaggregatedParams(bootstrap_host="h", bootstrap_port=-1)), "bootstrap_port"),
+    "media": (brief(mm_inputs=pb.MultimodalInputs(image_urls=["x"])), "mm_inputs"),
+    "embeds": (brief(input_embeds=[1.0]), "input_embeds"),
+}
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+async def test_bad_input_is_an_invalid_argument_that_names_its_field(stream: bool) -> None:
+    async with sglang(scheduler__max_model_len=256) as server:
+        for name, (told, word) in BAD.items():
+            copy = pb.GenerateRequest()
+            copy.CopyFrom(told)
+            copy.stream = stream
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await answer(server, copy)
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT, (name, caught.value)
+            assert word in (caught.value.details() or ""), (name, caught.value.details())
+        assert len(server.live.server.jobs) == 0
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+@pytest.mark.parametrize("mechanism", ["cancel", "deadline", "channel"])
+@pytest.mark.parametrize("phase", PHASES)
+async def test_a_client_that_leaves_frees_its_request(phase: str, mechanism: str, stream: bool) -> None:
+    async with sglang(**PHASES[phase]) as server:
+        live, held = server.live, None
+        if phase == "queued":
+            held = server.stub.Generate(request())
+            await live.until(lambda: len(live.states()) == 1 and live.states() != ["queued"])
+        quiet = live.states()
+        channel = grpc.aio.insecure_channel(server.address)
+        call = rpc.SglangSchedulerStub(channel).Generate(request(stream=stream), timeout=1 if mechanism == "deadline" else None)
+        await live.until(lambda: len(live.states()) == len(quiet) + 1)
+        if mechanism == "cancel":
+            call.cancel()
+        elif mechanism == "channel":
+            await channel.close()
+        await live.until(lambda: len(live.server.jobs) == len(quiet))
+        if phase != "prefill":
+            await live.until(lambda: live.states() == quiet)
+        await channel.close()
+        del held
+
+
+async def test_abort_ends_the_stream_and_matches_by_prefix() -> None:
+    async with sglang(pacing__itl_ns=1_000_000) as server:
+        calls = {name: server.stub.Generate(request(request_id=name), timeout=PATIENCE_S) for name in ("a", "a-1", "b")}
+        await server.live.until(lambda: len(server.live.states()) == 3)
+        told = await server.stub.Abort(pb.AbortRequest(request_id="a", reason="Stream dropped"))
+        assert told.success
+        for name in ("a", "a-1"):
+            assert completes([message async for message in calls[name]])[0].finish_reason == "abort"
+        assert len(server.live.states()) == 1
+        assert (await server.stub.Abort(pb.AbortRequest(request_id="nobody"))).success
+        assert not (await server.stub.Abort(pb.AbortRequest(request_id="HEALTH_CHECK_1"))).success
+        await server.stub.Abort(pb.AbortRequest())
+        assert len(server.live.states()) == 1
+        calls["b"].cancel()
+        await server.live.until(lambda: server.live.states() == [])
+
+
+async def test_an_id_that_is_live_is_refused() -> None:
+    async with sglang(pacing__itl_ns=FOREVER_NS) as server:
+        call = server.stub.Generate(request(request_id="a"))
+        await server.live.until(lambda: len(server.live.states()) == 1)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await answer(server, request(request_id="a"))
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        call.cancel()
+
+
+async def test_health_models_arguments_and_loads() -> None:
+    async with sglang(scheduler__max_model_len=512, sglang__max_running_requests=7) as server:
+        assert (await server.stub.HealthCheck(pb.HealthCheckRequest(), timeout=PATIENCE_S)).healthy
+        model = await server.stub.GetModelInfo(pb.GetModelInfoRequest())
+        info = await server.stub.GetServerInfo(pb.GetServerInfoRequest())
+        told = await server.stub.GetLoads(pb.GetLoadsRequest(include=["core", "queues", "disagg", "memory"]))
+        await server.live.until(lambda: server.live.states() == [])
+        assert (await server.stub.FlushCache(common.FlushCacheRequest())).success
+        with pytest.raises(grpc.aio.AioRpcError, match="include"):
+            await server.stub.GetLoads(pb.GetLoadsRequest(include=["nothing"]))
+    assert (model.served_model_name, model.max_context_length, model.is_generation) == ("wt-model", 512, True)
+    arguments = json_format.MessageToDict(info.server_args)
+    assert (arguments["max_running_requests"], arguments["disaggregation_mode"]) == (7, "null")
+    assert (info.server_type, info.max_total_num_tokens > 0) == ("grpc", True)
+    (load,) = told.loads
+    assert (load.max_running_requests, load.disaggregation.mode, load.queues.waiting) == (7, "null", 0)
+    assert load.HasField("memory") and not load.HasField("lora")
+
+
+async def test_adapters_have_the_ids_that_callers_gave_them() -> None:
+    async with sglang(enable_lora=True) as server:
+        asked = pb.LoadLoRAAdapterRequest(lora_name="poet", lora_path="/adapters/poet", lora_id="id-1", pinned=True)
+        assert list((await server.stub.LoadLoRAAdapter(asked)).loaded_lora_ids) == ["id-1"]
+        assert not (await server.stub.LoadLoRAAdapter(asked)).success
+        listed = (await server.stub.ListLoadedLoRAAdapters(pb.ListLoadedLoRAAdaptersRequest())).loaded_adapters
+        assert [(one.lora_id, one.lora_name, one.pinned) for one in listed] == [("id-1", "poet", True)]
+        assert completes(await answer(server, request(max_new_tokens=2, lora_id="id-1")))
+        wrong = pb.UnloadLoRAAdapterRequest(lora_name="poet", lora_id="id-2")
+        assert not (await server.stub.UnloadLoRAAdapter(wrong)).success
+        gone = await server.stub.UnloadLoRAAdapter(pb.UnloadLoRAAdapterRequest(lora_name="poet", lora_id="id-1"))
+        assert (gone.success, list(gone.loaded_lora_ids)) == (True, [])

@@ -1,0 +1,167 @@
+"""The `sglang:` metrics: what the table says, and when what moves (SGLang reference §6.1, Appendix A)."""
+
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from windtunnel.core.lifecycle import Event, State, Transition
+from windtunnel.core.outputs import FinishReason, StepOutput, StepStats, TokenOutput
+from windtunnel.core.request import EngineRequest
+from windtunnel.core.sources import SequenceSource
+from windtunnel.core.units import MS, S
+from windtunnel.wire.sglang.metrics import SglangMetrics
+
+SCHEDULER = {"model_name": "m", "engine_type": "unified", "tp_rank": "0", "pp_rank": "0", "moe_ep_rank": "0"}
+TOKENIZER = {"model_name": "m", "engine_type": "unified"}
+
+
+def metrics(ranks: int = 1, **options: Any) -> SglangMetrics:
+    return SglangMetrics("m", ranks, lambda: 0.0, **options)
+
+
+def samples(made: SglangMetrics, name: str) -> dict[tuple[tuple[str, str], ...], float]:
+    families = text_string_to_metric_families(made.store.text().decode())
+    return {tuple(sorted(s.labels.items())): s.value for f in families for s in f.samples if s.name == f"sglang:{name}"}
+
+
+def value(made: SglangMetrics, name: str, labels: dict[str, str]) -> float:
+    return samples(made, name)[tuple(sorted(labels.items()))]
+
+
+def report(**extra: float) -> StepOutput:
+    stats = StepStats(3, 2, 1, 0.5, prefill_tokens=10, decode_tokens=4, preemptions=1, prefix_hits=6, extra=extra)
+    return StepOutput(0, stats=stats)
+
+
+def submit(made: SglangMetrics, *, stream: bool = False, rank: int = 0) -> None:
+    request = EngineRequest("r", (1, 2, 3), SequenceSource(()), 9, arrival_ns=0, tags={"stream": str(stream).lower()})
+    made.on_submitted(rank, [request])
+
+
+def output(at_ns: int, *tokens: int, reason: FinishReason | None = None, cached: int = 0) -> StepOutput:
+    return StepOutput(at_ns, [TokenOutput("r", tokens, reason, None, cached)])
+
+
+def test_gauges_and_scheduler_counters_move_with_a_report_only() -> None:
+    made = metrics()
+    made.on_step(0, report(token_usage=0.5, num_grammar_queue_reqs=1, unknown=9), 0)
+    assert value(made, "num_running_reqs", SCHEDULER) == 3
+    assert value(made, "num_queue_reqs", SCHEDULER) == 2
+    assert value(made, "num_grammar_queue_reqs", SCHEDULER) == 1
+    assert value(made, "token_usage", SCHEDULER) == 0.5
+    modes = {mode: value(made, "realtime_tokens_total", SCHEDULER | {"mode": mode}) for mode in ("prefill_cache", "decode")}
+    assert modes == {"prefill_cache": 6, "decode": 4}
+    assert value(made, "num_retracted_requests_total", SCHEDULER) == 1
+    made.on_step(0, StepOutput(5), 5)
+    assert value(made, "num_running_reqs", SCHEDULER) == 3
+    assert made.reported(0)["unknown"] == 9
+
+
+def test_labels_of_ranks() -> None:
+    made = metrics(2, tp_ranks=(0, 1))
+    made.on_step(1, report(), 0)
+    found = samples(made, "num_running_reqs")
+    assert {(dict(labels)["dp_rank"], dict(labels)["tp_rank"]): told for labels, told in found.items()} == {
+        ("0", "0"): 0,
+        ("0", "1"): 0,
+        ("1", "0"): 3,
+        ("1", "1"): 3,
+    }
+    assert "dp_rank" not in dict(next(iter(samples(made, "num_aborted_requests_total"))))
+
+
+def test_the_tokenizer_manager_counts_a_request_when_it_ends() -> None:
+    made = metrics()
+    submit(made, stream=True)
+    streaming = TOKENIZER | {"is_streaming": "True"}
+    made.on_step(0, output(250 * MS, 7, cached=2), 250 * MS)
+    assert value(made, "time_to_first_token_seconds_sum", streaming) == 0.25
+    assert (*streaming.items(),) not in samples(made, "prompt_tokens_total")
+    made.on_step(0, output(260 * MS, 8), 260 * MS)
+    made.on_step(0, output(300 * MS, 9, reason=FinishReason.STOP), 300 * MS)
+    made.on_finished("r", FinishReason.STOP, 300 * MS)
+    assert value(made, "inter_token_latency_seconds_count", TOKENIZER) == 2
+    assert value(made, "inter_token_latency_seconds_sum", TOKENIZER) == pytest.approx(0.05)
+    assert value(made, "prompt_tokens_total", streaming) == 3
+    assert value(made, "generation_tokens_total", streaming) == 3
+    assert value(made, "cached_tokens_total", TOKENIZER | {"cache_source": "device"}) == 2
+    assert value(made, "e2e_request_latency_seconds_sum", streaming) == 0.3
+    assert value(made, "request_time_per_output_token_seconds_sum", streaming) == pytest.approx(0.1)
+
+
+def test_an_abort_is_counted_once_and_a_request_without_output_not_at_all() -> None:
+    made = metrics()
+    submit(made)
+    made.on_dropped(["r"])
+    made.on_dropped(["r", "unknown"])
+    submit(made)
+    made.on_finished("r", FinishReason.ABORT, S)
+    assert value(made, "num_aborted_requests_total", TOKENIZER) == 1
+    assert samples(made, "num_requests_total") == {}
+
+
+def test_what_an_aborted_request_has_generated_is_counted() -> None:
+    made = metrics()
+    submit(made)
+    made.on_step(0, output(S, 7, 8), S)
+    made.on_dropped(["r"])
+    made.on_finished("r", FinishReason.ABORT, 2 * S)
+    assert value(made, "generation_tokens_total", TOKENIZER | {"is_streaming": "False"}) == 2
+    assert value(made, "num_requests_total", TOKENIZER | {"is_streaming": "False"}) == 1
+
+
+def test_stages_and_queue_time_come_from_transitions() -> None:
+    made = metrics()
+    submit(made)
+    steps = [(2 * S, Event.SCHEDULE, State.QUEUED, State.PREFILL), (5 * S, Event.FIRST_TOKEN, State.PREFILL, State.DECODE)]
+    for at_ns, event, before, after in steps:
+        made.on_step(0, StepOutput(at_ns, [], [Transition(at_ns, "r", event, before, after)]), at_ns)
+    assert value(made, "queue_time_seconds_sum", SCHEDULER) == 2
+    assert value(made, "per_stage_req_latency_seconds_sum", SCHEDULER | {"stage": "prefill_waiting"}) == 2
+    assert value(made, "per_stage_req_latency_seconds_sum", SCHEDULER | {"stage": "prefill_forward"}) == 3
+
+
+def test_a_prefill_worker_has_its_queues_under_the_names_of_its_release() -> None:
+    renamed = {"num_prefill_inflight_queue_reqs": "num_prefill_infight_queue_reqs"}
+    made = metrics(engine_type="prefill", renamed=renamed)
+    made.on_step(0, report(num_prefill_inflight_queue_reqs=4), 0)
+    labels = SCHEDULER | {"engine_type": "prefill"}
+    assert value(made, "num_prefill_infight_queue_reqs", labels) == 4
+    assert samples(made, "num_prefill_inflight_queue_reqs") == {}
+    made.count(0, "num_transfer_failed_reqs", 2)
+    assert value(made, "num_transfer_failed_reqs_total", labels) == 2
+    assert samples(metrics(), "num_transfer_failed_reqs_total") == {}
+
+
+def test_http_counts_requests_as_they_come_and_statuses_as_heads_leave() -> None:
+    made = metrics()
+    labels = {"endpoint": "/generate", "method": "POST"}
+    made.on_http_begin("/generate", "POST")
+    assert value(made, "http_requests_active", labels) == 1
+    made.on_http_status("/generate", "POST", 503)
+    made.on_http_end("/generate", "POST")
+    assert value(made, "http_requests_active", labels) == 0
+    assert value(made, "http_responses_total", labels | {"status_code": "503"}) == 1
+    assert value(made, "http_requests_total", labels) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "bounds"),
+    [
+        ("time_to_first_token_seconds", ["0.1", "0.2", "0.4", "0.6", "0.8", "1.0", "2.0", "4.0", "6.0", "8.0", "10.0", "20.0"]),
+        (
+            "inter_token_latency_seconds",
+            ["0.002", "0.004", "0.006", "0.008", "0.01", "0.015", "0.02", "0.025", "0.03"],
+        ),
+        ("queue_time_seconds", ["0.0", "0.001", "0.005", "0.01", "0.05", "0.1", "0.2", "0.5", "1.0", "2.0", "3.0", "4.0"]),
+    ],
+)
+def test_buckets_are_those_of_the_appendix(name: str, bounds: list[str]) -> None:
+    made = metrics()
+    submit(made)
+    made.on_step(0, StepOutput(0, [], [Transition(0, "r", Event.SCHEDULE, State.QUEUED, State.PREFILL)]), 0)
+    made.on_step(0, output(S, 7), S)
+    made.on_step(0, output(2 * S, 7), 2 * S)
+    found = [dict(labels)["le"] for labels in samples(made, f"{name}_bucket")]
+    assert found[: len(bounds)] == bounds
