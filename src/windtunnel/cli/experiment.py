@@ -64,21 +64,22 @@ def run(
         return
     commands = {arm: one for arm, one in (("control", control_cmd), ("treatment", treatment_cmd)) if one is not None}
     options = Options(trials, seed, time_scale, commands, ready_url, owned, aa, looks, out)  # type: ignore[arg-type]  # checked above
-    raise typer.Exit(_run_and_deliver(name, options, as_json=as_json))
+    from windtunnel.lab.verdict import EXIT_CODES
+
+    raise typer.Exit(EXIT_CODES[_run_and_deliver(name, options, as_json=as_json)])
 
 
-def run_and_deliver(name: str, out: Path, trials: int | None) -> int:
-    """Run a built-in experiment with its own settings, print and write its results; the exit code of its verdict."""
+def run_and_deliver(name: str, out: Path, trials: int | None, time_scale: float) -> str:
+    """Run a built-in experiment, print and write its results; the verdict."""
     from windtunnel.lab.experiment import Options
 
-    return _run_and_deliver(name, Options(trials=trials, out=out), as_json=False)
+    return _run_and_deliver(name, Options(trials=trials, out=out, time_scale=time_scale), as_json=False)
 
 
-def _run_and_deliver(name: str, options: "Options", *, as_json: bool) -> int:
+def _run_and_deliver(name: str, options: "Options", *, as_json: bool) -> str:
     from windtunnel.cli.glue import fail, run_stoppable
     from windtunnel.lab.experiment_file import Environment, load
     from windtunnel.lab.target import TargetError
-    from windtunnel.lab.verdict import EXIT_CODES
 
     try:
         if options.out is not None:
@@ -88,7 +89,8 @@ def _run_and_deliver(name: str, options: "Options", *, as_json: bool) -> int:
     except (ValueError, OSError, TargetError, Environment) as error:
         fail(str(error))
     _deliver(document, options.out, as_json=as_json)
-    return EXIT_CODES[document["verdict"]]
+    verdict: str = document["verdict"]
+    return verdict
 
 
 async def _run(experiment: "Experiment", options: "Options", stop: Any) -> dict[str, Any]:

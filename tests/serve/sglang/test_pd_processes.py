@@ -67,6 +67,10 @@ async def running(router: Any = "windtunnel", **args: list[str]) -> AsyncIterato
         await fleet.stop()
 
 
+async def _not(what: Any) -> bool:
+    return not await what
+
+
 async def _unified(body: dict[str, Any]) -> dict[str, Any]:
     fleet = Fleet(type(preset("sglang"))(preset("sglang", workers=1).servers, "none", liveness_s=0))
     try:
@@ -82,7 +86,9 @@ async def test_the_text_is_the_unified_servers_and_everything_is_given_back() ->
     async with running() as pd:
         answer = (await pd.client.post(f"{pd.up.url}/v1/completions", json=body)).json()
         stream = (await pd.client.post(f"{pd.up.url}/v1/completions", json={**body, "stream": True})).text
-        both = await pd.client.post(f"{pd.up.url}/generate", json={"text": [PROMPT, "[wt:9] b"]})
+        both = await pd.client.post(
+            f"{pd.up.url}/generate", json={"text": [PROMPT, "[wt:9] b"], "sampling_params": {"max_new_tokens": 3}}
+        )
         await pd.until_empty()
     unified = await _unified(body)
     text = unified["choices"][0]["text"]
@@ -105,13 +111,16 @@ async def test_a_client_that_leaves_frees_both_legs() -> None:
 
 
 async def test_an_abort_of_the_prefill_leg_leaves_the_decode_to_its_timeout() -> None:
-    """300 s here are 3 s; the decode then answers 500 (SGLang reference §5, §3.3)."""
-    async with running(everybody=["--time-scale", "100"], prefill=["--pacing", "step", "--step-base", "100s"]) as pd:
-        body = {"model": "windtunnel", "prompt": PROMPT, "max_tokens": 12}
-        asking = asyncio.ensure_future(pd.client.post(f"{pd.up.url}/v1/completions", json=body))
-        await pd.until(lambda: pd.queue("decode", "transfer"))
-        await pd.client.post(f"{pd.up.servers['prefill']}/abort_request", json={"abort_all": True})
+    """300 s here are 3 s; the decode then answers 500 (SGLang reference §5, §3.3). The prefill is busy with another request."""
+    async with running(everybody=["--time-scale", "100"], prefill=["--pacing", "step", "--step-base", "60000s"]) as pd:
+        first = asyncio.ensure_future(pd.client.post(f"{pd.up.url}/generate", json={"text": "[wt:1] a", "rid": "first"}))
+        await pd.until(lambda: pd.queue("prefill", "prefill"))
+        asking = asyncio.ensure_future(pd.client.post(f"{pd.up.url}/generate", json={"text": PROMPT, "rid": "second"}))
+        await pd.until(lambda: pd.queue("prefill", "waiting"))
+        await pd.client.post(f"{pd.up.servers['prefill']}/abort_request", json={"rid": "second"})
+        await pd.until(lambda: _not(pd.queue("prefill", "waiting")))
         answer = await asking
+        first.cancel()
         assert answer.status_code == 500
         assert "Decode transfer failed" in answer.text and "KVPoll.WaitingForInput" in answer.text
         metrics = (await pd.client.get(f"{pd.up.servers['decode']}/metrics")).text

@@ -53,12 +53,15 @@ class UpPlan:
         return any(server.role != "worker" for server in self.servers)
 
 
+_COMMON = ("--model", "windtunnel", "--port", "{port}", "--disable-access-log")
+
+
 def _worker(engine: str, number: int) -> ServerPlan:
-    return ServerPlan(f"{engine}-{number + 1}", ("--engine", engine, "--model", "windtunnel", "--port", "{port}"))
+    return ServerPlan(f"{engine}-{number + 1}", ("--engine", engine, *_COMMON))
 
 
 def _leg(role: Literal["prefill", "decode"], number: int) -> ServerPlan:
-    args = ["--engine", "sglang", "--model", "windtunnel", "--port", "{port}", "--disaggregation-mode", role]
+    args = ["--engine", "sglang", *_COMMON, "--disaggregation-mode", role]
     if role == "prefill":
         args += ["--disaggregation-bootstrap-port", "{bootstrap_port}"]
     return ServerPlan(role if not number else f"{role}-{number + 1}", tuple(args), role)

@@ -80,7 +80,9 @@ class Fleet:
     async def _run(self, name: str, words: Sequence[str]) -> None:
         log.info("%s: %s", name, " ".join(words))
         try:
-            self._processes[name] = await asyncio.create_subprocess_exec(*words, stdin=asyncio.subprocess.DEVNULL)
+            self._processes[name] = await asyncio.create_subprocess_exec(
+                *words, stdin=asyncio.subprocess.DEVNULL, stdout=sys.stderr.fileno()
+            )
         except OSError as error:
             raise UpError(f"{name}: cannot start {words[0]}: {error}") from error
 
