@@ -19,7 +19,8 @@ def sim(
     rate: Annotated[float | None, typer.Option(help="Requests per second.")] = None,
     duration: Annotated[str | None, typer.Option(help="How long arrivals come, such as 10m.")] = None,
     policy: Annotated[
-        str | None, typer.Option(help="round-robin, random, least-load, power-of-two, prefix-aware, session-affinity, pd-pairs.")
+        str | None,
+        typer.Option(help="round-robin, random, least-load, power-of-two, prefix-aware, session-affinity or pd-pairs."),
     ] = None,
     policy_file: Annotated[Path | None, typer.Option(help="A Python file with make_policy(context).")] = None,
     workload: Annotated[str | None, typer.Option(help="poisson, constant, gamma, onoff, closed or multiturn.")] = None,
