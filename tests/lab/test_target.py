@@ -30,7 +30,7 @@ def test_sglang(text: str) -> None:
     kind, gauges, counters = read(text)
     assert kind == "sglang"
     assert gauges == {"running": 3, "waiting": 2, "kv_usage": 0.25, "num_prefill_inflight_queue_reqs": 11}
-    assert counters == {"num_transfer_failed_reqs": 10}
+    assert counters == {"num_transfer_failed_reqs": 10, "transfer_failed_by_rank{,0}": 10}
 
 
 def test_engines_are_added_up_and_usages_are_not() -> None:

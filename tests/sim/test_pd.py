@@ -54,7 +54,7 @@ def test_unified_engines_conserve(policy: str) -> None:
     result = run(unified(policy=policy, clients={"abort": {"share": 0.3, "tokens": 3}}))
     counts = result.summary["requests"]
     assert counts["finished"] + counts["aborted"] == counts["sent"] > 60 and counts["aborted"]
-    assert result.metrics == [b"", b"", b""]
+    assert all(b"sglang:prompt_tokens_total" in text for text in result.metrics)
 
 
 def test_prefix_aware_reads_the_events_of_sglang() -> None:
@@ -129,6 +129,8 @@ def test_lost_frames_end_in_time_outs() -> None:
     _cluster, result = run_to_nothing(pd(faults=faults))
     counts = result.summary["requests"]
     assert result.summary["pd"]["wires"]["frames_lost"] > 0
+    failures = [line for text in result.metrics for line in text.decode().splitlines() if "transfer_failed_reqs_total{" in line]
+    assert sum(float(line.split()[-1]) for line in failures) > 0
     assert 0 < counts["failed"] < counts["sent"] / 2 and counts["failed"] + counts["finished"] == counts["sent"]
 
 

@@ -15,10 +15,12 @@ def register(app: typer.Typer) -> None:
 def sim(
     scenario: Annotated[Path | None, typer.Argument(help="A scenario file (TOML). Flags change its values.")] = None,
     engines: Annotated[int | None, typer.Option(help="Engines in the cluster.")] = None,
+    engine: Annotated[str | None, typer.Option(help="The kind of engine: vllm or sglang.")] = None,
     rate: Annotated[float | None, typer.Option(help="Requests per second.")] = None,
     duration: Annotated[str | None, typer.Option(help="How long arrivals come, such as 10m.")] = None,
     policy: Annotated[
-        str | None, typer.Option(help="round-robin, random, least-load, power-of-two, prefix-aware, session-affinity.")
+        str | None,
+        typer.Option(help="round-robin, random, least-load, power-of-two, prefix-aware, session-affinity or pd-pairs."),
     ] = None,
     policy_file: Annotated[Path | None, typer.Option(help="A Python file with make_policy(context).")] = None,
     workload: Annotated[str | None, typer.Option(help="poisson, constant, gamma, onoff, closed or multiturn.")] = None,
@@ -46,7 +48,7 @@ def sim(
 ) -> None:
     """Run a cluster of simulated engines in virtual time."""
     flags = {
-        "engines.0.count": engines, "workload.rate": rate, "duration": duration, "policy": policy,
+        "engines.0.count": engines, "engines.0.kind": engine, "workload.rate": rate, "duration": duration, "policy": policy,
         "policy_file": str(policy_file) if policy_file else None, "workload.kind": "trace" if trace else workload,
         "workload.trace": str(trace) if trace else None, "workload.prompt_tokens": prompt_tokens,
         "workload.output_tokens": output_tokens, "workload.users": users, "workload.requests": requests,

@@ -83,8 +83,7 @@ class Cluster:
         kind, fabric = kind_of(spec), self.fabric
         draws = self.kernel.stream(f"engine.{index}")
         build = Build(spec, make_pacing(spec.pacing, draws), self._kv_events, self.kernel.stream(f"scheduler.{index}"))
-        make_metrics = kind.metrics if self.scenario.metrics else None
-        metrics = None if make_metrics is None else make_metrics(spec, lambda: self.kernel.now_ns / S)
+        metrics = kind.metrics(spec, lambda: self.kernel.now_ns / S) if self.scenario.metrics else None
 
         def make() -> Engine:
             if fabric is None:

@@ -21,6 +21,7 @@ from windtunnel.core.vllm import VllmEngine, VllmEngineConfig
 from windtunnel.core.vllm.runs import RunVllmEngine
 from windtunnel.sim.policies import PrefixHasher
 from windtunnel.sim.scenario import EnginesSpec, PacingSpec, ScenarioError
+from windtunnel.wire.sglang.metrics import SglangMetrics
 from windtunnel.wire.vllm.metrics import VllmMetrics, cache_config_labels
 
 
@@ -54,8 +55,7 @@ class EngineKind:
     """How to make an engine of this kind, its metrics, and the hasher of its blocks (for prefix-aware routing)."""
 
     make: Callable[[Build], Engine]
-    metrics: Callable[[EnginesSpec, Callable[[], float]], VllmMetrics] | None
-    """None: this kind has no metrics in `sim`."""
+    metrics: Callable[[EnginesSpec, Callable[[], float]], VllmMetrics | SglangMetrics]
     hasher: Callable[[EnginesSpec], PrefixHasher]
     switches: Switches
     roles: frozenset[str] = frozenset({"unified"})
@@ -172,6 +172,24 @@ class PageHasher:
                 yield digests
 
 
+def _sglang_metrics(spec: EnginesSpec, clock_s: Callable[[], float]) -> SglangMetrics:
+    config = sglang_config(spec)
+    constants = {
+        "max_total_num_tokens": config.capacity,
+        "page_size": config.page_size,
+        "num_pages": config.num_pages,
+        "context_len": config.context_length,
+    }
+    renamed: dict[str, str] = {}
+    if spec.role != "unified":
+        release = disagg_config(spec, ("0.0.0.0:1",)).profile
+        renamed = {
+            "num_prefill_bootstrap_queue_reqs": release.bootstrap_gauge,
+            "num_prefill_inflight_queue_reqs": release.inflight_gauge,
+        }
+    return SglangMetrics("sim", 1, clock_s, engine_type=spec.role, constants=constants, renamed=renamed)
+
+
 def _sglang_hasher(spec: EnginesSpec) -> PrefixHasher:
     return PageHasher(sglang_config(spec).page_size)
 
@@ -215,5 +233,7 @@ SGLANG_SWITCHES = Switches(
 )
 KINDS: Mapping[str, EngineKind] = {
     "vllm": EngineKind(_make_vllm, _vllm_metrics, _vllm_hasher, VLLM_SWITCHES),
-    "sglang": EngineKind(_make_sglang, None, _sglang_hasher, SGLANG_SWITCHES, frozenset({"unified", "prefill", "decode"})),
+    "sglang": EngineKind(
+        _make_sglang, _sglang_metrics, _sglang_hasher, SGLANG_SWITCHES, frozenset({"unified", "prefill", "decode"})
+    ),
 }

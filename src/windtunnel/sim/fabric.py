@@ -31,6 +31,7 @@ from windtunnel.sim.kernel import Kernel
 from windtunnel.sim.network import Network
 from windtunnel.sim.replica import Replica
 from windtunnel.sim.scenario import EnginesSpec, FaultSpec
+from windtunnel.sim.worker_metrics import WorkerMetrics
 
 BOOTSTRAP_PORT = 8998
 FIRST_PORT, PORTS = 20_000, 40_000
@@ -58,6 +59,7 @@ class Fabric:
         self.late_writes: list[LateWrite] = []
         self._kernel, self._network, self._specs, self._until_ns = kernel, network, specs, until_ns
         self._chance: Random = kernel.stream("fabric")
+        self._metrics = [WorkerMetrics() for _ in specs]
         self._starts = [0] * len(specs)
         self._sockets: dict[str, _Socket] = {}
         self._mourned = [False] * len(specs)
@@ -117,6 +119,7 @@ class Fabric:
         if isinstance(engine, PrefillWorker | DecodeWorker):
             for outgoing in engine.take_outgoing():
                 replica.deliver(partial(self._send, replica.index, outgoing))
+            self._metrics[replica.index].fold(engine, replica.metrics)
         if isinstance(engine, DecodeWorker):
             self._count_late_writes(engine.take_late_writes())
             self._keep_visiting(replica)

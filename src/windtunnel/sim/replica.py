@@ -16,6 +16,7 @@ from windtunnel.core.vllm.runs import TokenRun
 from windtunnel.sim.calls import Attempt
 from windtunnel.sim.kernel import Action, Kernel, Timer
 from windtunnel.sim.scenario import FrontendSpec
+from windtunnel.wire.sglang.metrics import SglangMetrics
 from windtunnel.wire.vllm.metrics import VllmMetrics
 
 
@@ -103,7 +104,7 @@ class Replica:
         kernel: Kernel,
         make_engine: Callable[[], Engine],
         receiver: Receiver,
-        metrics: VllmMetrics | None = None,
+        metrics: VllmMetrics | SglangMetrics | None = None,
         frontend: FrontendSpec = FrontendSpec(),  # noqa: B008 (frozen)
     ) -> None:
         self.index = index
@@ -207,7 +208,7 @@ class Replica:
     def _take_runs(self) -> Sequence[TokenRun]:
         """Runs that come without a step."""
         runs = self._runs.take_runs() if self._runs is not None else ()
-        if self.metrics is not None:
+        if isinstance(self.metrics, VllmMetrics):
             for run in runs:
                 self.metrics.on_run(0, run.request_id, run.times_ns)
         return runs
@@ -254,9 +255,9 @@ class Replica:
         else:
             self._held.append(partial(self._speak_late, step.outputs, runs))
 
-    def _fold(self, metrics: VllmMetrics, step: StepOutput, runs: Sequence[TokenRun]) -> None:
+    def _fold(self, metrics: VllmMetrics | SglangMetrics, step: StepOutput, runs: Sequence[TokenRun]) -> None:
         """The runs first: a final output ends the timings that they need."""
-        if self._runs is None:
+        if self._runs is None or isinstance(metrics, SglangMetrics):
             metrics.on_step(0, step, step.at_ns)
             return
         seen, self._seen_in_runs = self._seen_in_runs, self._runs.tokens_in_runs
