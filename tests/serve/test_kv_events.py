@@ -19,7 +19,7 @@ from windtunnel.serve.config import UsageError
 from windtunnel.serve.flags import parse_args
 from windtunnel.serve.kv_config import KvEventsConfig, endpoint_of_rank
 from windtunnel.serve.kv_events import KvPublisher, ReplayBuffer
-from windtunnel.wire.kv_events import END_SEQUENCE, BlockIndex, EventBatch, decode
+from windtunnel.wire.kv_events import END_SEQUENCE, BlockIndex, EventBatch, EventCodec, decode
 
 ON: dict[str, Any] = {
     "scheduler__block_size": 4, "scheduler__num_gpu_blocks": 40, "scheduler__max_model_len": 128, "dev_mode": True,
@@ -288,8 +288,8 @@ async def test_bound_on_loopback_alone_with_any_free_port() -> None:
 
 async def test_a_publisher_binds_where_vllm_binds(tmp_path: Path) -> None:
     loop = asyncio.get_running_loop()
-    first = KvPublisher(KvEventsConfig(True, endpoint=f"ipc://{tmp_path}/kv"), 0, loop)
-    second = KvPublisher(KvEventsConfig(True, endpoint=f"ipc://{tmp_path}/kv"), 1, loop)
+    first = KvPublisher(KvEventsConfig(True, endpoint=f"ipc://{tmp_path}/kv"), EventCodec(), 0, loop)
+    second = KvPublisher(KvEventsConfig(True, endpoint=f"ipc://{tmp_path}/kv"), EventCodec(), 1, loop)
     assert second.endpoint == f"ipc://{tmp_path}/kv_dp1"
     assert (tmp_path / "kv").exists() and (tmp_path / "kv_dp1").exists()
     first.close()
@@ -300,7 +300,7 @@ async def test_a_taken_replay_endpoint_is_a_usage_error_and_leaves_no_socket() -
     with subscriber() as sub:
         config = KvEventsConfig(True, endpoint="tcp://127.0.0.1:9", replay_endpoint=sub.endpoint)
         with pytest.raises(UsageError, match="Address already in use"):
-            KvPublisher(config, 0, asyncio.get_running_loop())
+            KvPublisher(config, EventCodec(), 0, asyncio.get_running_loop())
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ is the low 64 bits of the digest as an unsigned integer, or the digest itself (`
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 import msgpack
 
@@ -42,12 +42,24 @@ class MalformedEvents(ValueError):
     """A payload that is no batch of KV events: says what is wrong."""
 
 
+class Codec(Protocol):
+    """What a publisher needs to know of a flavour's wire."""
+
+    @property
+    def topic_in_replay(self) -> bool:
+        """Whether a replayed batch has the topic before its sequence number, as a published one has."""
+        ...
+
+    def encode(self, timestamp_s: float, events: Sequence[KvEvent], rank: int) -> bytes: ...
+
+
 @dataclass(frozen=True, slots=True)
 class EventCodec:
-    """From an engine's events to payloads."""
+    """From an engine's events to payloads, as vLLM has them."""
 
     form: EventFormat = "map"
     hashes: HashForm = "int"
+    topic_in_replay: ClassVar[bool] = True
 
     def encode(self, timestamp_s: float, events: Sequence[KvEvent], rank: int) -> bytes:
         """One batch: everything that one step did to the cache."""
