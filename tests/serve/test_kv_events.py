@@ -16,6 +16,7 @@ from tests.serve.test_operations import call
 
 from windtunnel.core.kv.hashing import wire_hash
 from windtunnel.serve.config import UsageError
+from windtunnel.serve.engines import host_blocks
 from windtunnel.serve.flags import parse_args
 from windtunnel.serve.kv_config import KvEventsConfig, endpoint_of_rank
 from windtunnel.serve.kv_events import KvPublisher, ReplayBuffer
@@ -373,3 +374,62 @@ async def test_aborted_requests_leave_an_exact_stream() -> None:
         for frames in (await sub.replay(publisher.replay.endpoint, 0))[:-1]:
             index.apply(decode(frames[3]))
         assert index.hashes == cached(server)
+
+
+async def test_each_medium_is_exact_with_a_host_tier() -> None:
+    async with publishing(scheduler__kv_offloading_blocks=80) as (server, sub):
+        for number in range(30):
+            await complete(server, words(f"w{number % 7} "), 1 + number % 9)
+        publisher = server.server.publishers[0]
+        assert publisher.replay is not None
+        gpu, cpu = BlockIndex("GPU"), BlockIndex("CPU")
+        for frames in (await sub.replay(publisher.replay.endpoint, 0))[:-1]:
+            gpu.apply(decode(frames[3]))
+            cpu.apply(decode(frames[3]))
+        assert gpu.hashes == cached(server)
+        assert cpu.hashes == {wire_hash(digest) for digest in server.server.engine.host_hashes}
+        assert len(cpu.hashes) > 20
+        assert (
+            server.gauge("vllm:external_prefix_cache_queries_total") > server.gauge("vllm:external_prefix_cache_hits_total") > 0
+        )
+
+
+async def test_metrics_tell_the_host_tier_apart() -> None:
+    async with publishing(scheduler__kv_offloading_blocks=200) as (server, _sub):
+        first = await complete(server, words("again "))
+        prompt_tokens = first["usage"]["prompt_tokens"]
+        for number in range(8):
+            await complete(server, words(f"crowd{number} "))
+        before = {source: by_source(server, source) for source in ("device", "host")}
+        answer = await complete(server, words("again "))
+        found = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert found == (prompt_tokens - 1) // 4 * 4
+        assert by_source(server, "host") - before["host"] == found
+        assert by_source(server, "device") == before["device"]
+
+
+def by_source(server: LiveServer, source: str) -> float:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    from windtunnel.wire.metrics import render
+
+    text = render(server.server.metrics.store).decode()
+    return sum(
+        sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == "vllm:prompt_tokens_cached_by_source_total" and sample.labels["source"] == source
+    )
+
+
+def test_the_size_of_the_host_tier() -> None:
+    def blocks(*args: str) -> int:
+        return host_blocks(parse_args(["m", *args]).config)
+
+    assert blocks() == 0
+    assert blocks("--kv-offloading-blocks", "7") == 7
+    assert blocks("--kv-offloading-size", "1", "--block-size", "16") == (1 << 30) // (16 * 131072), "Llama-3.1-8B in BF16"
+    with pytest.raises(UsageError, match="say the same thing"):
+        parse_args(["m", "--kv-offloading-size", "1", "--kv-offloading-blocks", "7"])
+    with pytest.raises(UsageError, match="needs prefix caching"):
+        parse_args(["m", "--kv-offloading-size", "1", "--no-enable-prefix-caching"])

@@ -77,7 +77,16 @@ def _values(event: KvEvent, hashed: Callable[[bytes], WireHash]) -> tuple[Any, .
         lora_id, lora_name = event.lora or (None, None)
         hashes = [hashed(digest) for digest in event.block_hashes]
         lora_and_medium = (lora_id, event.medium, lora_name)
-        return (hashes, parent, event.token_ids, event.block_size, *lora_and_medium, event.extra_keys, 0, "full_attention")
+        return (
+            hashes,
+            parent,
+            event.token_ids,
+            event.block_size,
+            *lora_and_medium,
+            event.extra_keys or None,
+            0,
+            "full_attention",
+        )
     if isinstance(event, BlockRemoved):
         return [hashed(digest) for digest in event.block_hashes], event.medium, 0
     return ()
@@ -122,13 +131,16 @@ def _event(item: Any) -> Mapping[str, Any]:
 
 
 class BlockIndex:
-    """What a router learns from the stream: the hashes that are cached. Folds batches; owns one set."""
+    """What a router learns from the stream: the hashes that are cached (in one medium). Folds batches; owns one set."""
 
-    def __init__(self) -> None:
+    def __init__(self, medium: str | None = None) -> None:
         self.hashes: set[WireHash] = set()
+        self._medium = medium
 
     def apply(self, batch: EventBatch) -> None:
         for event in batch.events:
+            if self._medium is not None and event.get("medium", self._medium) != self._medium:
+                continue
             match event["type"]:
                 case "BlockStored":
                     self.hashes.update(event["block_hashes"])
