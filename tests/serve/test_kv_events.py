@@ -16,10 +16,11 @@ from tests.serve.test_operations import call
 
 from windtunnel.core.kv.hashing import wire_hash
 from windtunnel.serve.config import UsageError
+from windtunnel.serve.engines import host_blocks
 from windtunnel.serve.flags import parse_args
 from windtunnel.serve.kv_config import KvEventsConfig, endpoint_of_rank
 from windtunnel.serve.kv_events import KvPublisher, ReplayBuffer
-from windtunnel.wire.kv_events import END_SEQUENCE, BlockIndex, EventBatch, decode
+from windtunnel.wire.kv_events import END_SEQUENCE, BlockIndex, EventBatch, EventCodec, decode
 
 ON: dict[str, Any] = {
     "scheduler__block_size": 4, "scheduler__num_gpu_blocks": 40, "scheduler__max_model_len": 128, "dev_mode": True,
@@ -288,8 +289,8 @@ async def test_bound_on_loopback_alone_with_any_free_port() -> None:
 
 async def test_a_publisher_binds_where_vllm_binds(tmp_path: Path) -> None:
     loop = asyncio.get_running_loop()
-    first = KvPublisher(KvEventsConfig(True, endpoint=f"ipc://{tmp_path}/kv"), 0, loop)
-    second = KvPublisher(KvEventsConfig(True, endpoint=f"ipc://{tmp_path}/kv"), 1, loop)
+    first = KvPublisher(KvEventsConfig(True, endpoint=f"ipc://{tmp_path}/kv"), EventCodec(), 0, loop)
+    second = KvPublisher(KvEventsConfig(True, endpoint=f"ipc://{tmp_path}/kv"), EventCodec(), 1, loop)
     assert second.endpoint == f"ipc://{tmp_path}/kv_dp1"
     assert (tmp_path / "kv").exists() and (tmp_path / "kv_dp1").exists()
     first.close()
@@ -300,7 +301,7 @@ async def test_a_taken_replay_endpoint_is_a_usage_error_and_leaves_no_socket() -
     with subscriber() as sub:
         config = KvEventsConfig(True, endpoint="tcp://127.0.0.1:9", replay_endpoint=sub.endpoint)
         with pytest.raises(UsageError, match="Address already in use"):
-            KvPublisher(config, 0, asyncio.get_running_loop())
+            KvPublisher(config, EventCodec(), 0, asyncio.get_running_loop())
 
 
 @pytest.mark.parametrize(
@@ -373,3 +374,62 @@ async def test_aborted_requests_leave_an_exact_stream() -> None:
         for frames in (await sub.replay(publisher.replay.endpoint, 0))[:-1]:
             index.apply(decode(frames[3]))
         assert index.hashes == cached(server)
+
+
+async def test_each_medium_is_exact_with_a_host_tier() -> None:
+    async with publishing(scheduler__kv_offloading_blocks=80) as (server, sub):
+        for number in range(30):
+            await complete(server, words(f"w{number % 7} "), 1 + number % 9)
+        publisher = server.server.publishers[0]
+        assert publisher.replay is not None
+        gpu, cpu = BlockIndex("GPU"), BlockIndex("CPU")
+        for frames in (await sub.replay(publisher.replay.endpoint, 0))[:-1]:
+            gpu.apply(decode(frames[3]))
+            cpu.apply(decode(frames[3]))
+        assert gpu.hashes == cached(server)
+        assert cpu.hashes == {wire_hash(digest) for digest in server.server.engine.host_hashes}
+        assert len(cpu.hashes) > 20
+        assert (
+            server.gauge("vllm:external_prefix_cache_queries_total") > server.gauge("vllm:external_prefix_cache_hits_total") > 0
+        )
+
+
+async def test_metrics_tell_the_host_tier_apart() -> None:
+    async with publishing(scheduler__kv_offloading_blocks=200) as (server, _sub):
+        first = await complete(server, words("again "))
+        prompt_tokens = first["usage"]["prompt_tokens"]
+        for number in range(8):
+            await complete(server, words(f"crowd{number} "))
+        before = {source: by_source(server, source) for source in ("device", "host")}
+        answer = await complete(server, words("again "))
+        found = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert found == (prompt_tokens - 1) // 4 * 4
+        assert by_source(server, "host") - before["host"] == found
+        assert by_source(server, "device") == before["device"]
+
+
+def by_source(server: LiveServer, source: str) -> float:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    from windtunnel.wire.metrics import render
+
+    text = render(server.server.metrics.store).decode()
+    return sum(
+        sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == "vllm:prompt_tokens_cached_by_source_total" and sample.labels["source"] == source
+    )
+
+
+def test_the_size_of_the_host_tier() -> None:
+    def blocks(*args: str) -> int:
+        return host_blocks(parse_args(["m", *args]).config)
+
+    assert blocks() == 0
+    assert blocks("--kv-offloading-blocks", "7") == 7
+    assert blocks("--kv-offloading-size", "1", "--block-size", "16") == (1 << 30) // (16 * 131072), "Llama-3.1-8B in BF16"
+    with pytest.raises(UsageError, match="say the same thing"):
+        parse_args(["m", "--kv-offloading-size", "1", "--kv-offloading-blocks", "7"])
+    with pytest.raises(UsageError, match="needs prefix caching"):
+        parse_args(["m", "--kv-offloading-size", "1", "--no-enable-prefix-caching"])

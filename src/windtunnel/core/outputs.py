@@ -97,6 +97,9 @@ class StepStats(NamedTuple):
     prefix_hits: int = 0
     running_loras: tuple[str, ...] = ()
     waiting_loras: tuple[str, ...] = ()
+    external_queries: int = 0
+    external_hits: int = 0
+    """Prompt tokens looked up and found in a tier behind the pool."""
     extra: Mapping[str, float] = {}
     """Flavour-specific gauges (SGLang queues, P/D), by metric stem."""
 

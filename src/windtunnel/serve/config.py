@@ -70,6 +70,10 @@ class EngineSettings:
     max_loras: int = 1
     async_scheduling: bool = False
     prefix_caching_hash_algo: str = "sha256"
+    kv_offloading_gib: float = 0.0
+    """Size of the host tier; `kv_offloading_blocks` says the same in blocks."""
+    kv_offloading_blocks: int = 0
+    kv_offloading_block_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)

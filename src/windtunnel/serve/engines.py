@@ -34,7 +34,18 @@ def engine_config(config: ServeConfig, tokenizer: Tokenizer) -> VllmEngineConfig
         eos_token_id=tokenizer.eos_token_id,
         hash_seed=config.hash_seed,
         collect_kv_events=config.kv_events.publishes,
+        host_blocks=host_blocks(config),
+        host_block_ns=round(settings.kv_offloading_block_ns / config.pacing.time_scale),
     )
+
+
+def host_blocks(config: ServeConfig) -> int:
+    """Blocks of the host tier. A size is divided by what a block of `--gpu-model` takes on all GPUs together."""
+    settings = config.scheduler
+    if not settings.kv_offloading_gib:
+        return settings.kv_offloading_blocks
+    block_bytes = settings.block_size * MODELS[config.pacing.gpu_model].kv_bytes_per_token
+    return max(1, int(settings.kv_offloading_gib * (1 << 30) / block_bytes))
 
 
 def with_hash_seed(config: ServeConfig) -> ServeConfig:
@@ -78,6 +89,7 @@ def make_metrics(config: ServeConfig, engine: VllmEngineConfig) -> VllmMetrics:
         max_model_len=engine.max_model_len,
         enable_prefix_caching=engine.enable_prefix_caching,
         prefix_caching_hash_algo=engine.prefix_caching_hash_algo,
+        **({"kv_offloading_size": config.scheduler.kv_offloading_gib or None} if engine.host_blocks else {}),
     )
     return VllmMetrics(
         config.names[0], range(config.data_parallel_size), engine.max_model_len, labels, time.time, engine.max_loras or None

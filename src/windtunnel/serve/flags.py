@@ -339,6 +339,14 @@ FLAGS: tuple[Flag, ...] = (
         _choice("sha256", "sha256_cbor", "xxhash", "xxhash_cbor"),
         "block hash",
     ),
+    Flag(
+        "kv-offloading-size",
+        "scheduler.kv_offloading_gib",
+        _number(0, 1 << 20),
+        "GiB of host memory for blocks that leave the GPU pool, by --gpu-model's bytes for a token; 0 is off",
+    ),
+    Flag("kv-offloading-blocks", "scheduler.kv_offloading_blocks", _COUNT, "the same as a number of blocks"),
+    Flag("kv-offloading-block-time", "scheduler.kv_offloading_block_ns", _duration, "what bringing one block back costs"),
     Flag("data-parallel-size", "data_parallel_size", _integer(1, 256), "engine ranks"),
     Flag("kv-events-config", "kv_events.*", parse_kv_events, 'where KV events go: {"enable_kv_cache_events": true, …}'),
     Flag("kv-events-format", "kv_events.form", _choice(*FORMATS), "KV events as maps (0.32 and later) or arrays"),
@@ -492,6 +500,10 @@ def check(config: ServeConfig) -> ServeConfig:
 
 def _check_vllm(config: ServeConfig) -> None:
     scheduler = config.scheduler
+    if scheduler.kv_offloading_gib and scheduler.kv_offloading_blocks:
+        raise UsageError("--kv-offloading-size and --kv-offloading-blocks say the same thing: give one")
+    if (scheduler.kv_offloading_gib or scheduler.kv_offloading_blocks) and not scheduler.enable_prefix_caching:
+        raise UsageError("--kv-offloading-size needs prefix caching: nothing is found in the host tier without it")
     needed = -(-scheduler.max_model_len // scheduler.block_size) + 1
     if scheduler.num_gpu_blocks < needed:
         raise UsageError(

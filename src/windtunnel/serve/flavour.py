@@ -15,6 +15,7 @@ from windtunnel.serve.config import ServeConfig
 from windtunnel.serve.seams import Seams
 from windtunnel.wire.env import ServerEnv
 from windtunnel.wire.family import Family
+from windtunnel.wire.kv_events import Codec
 
 if TYPE_CHECKING:
     from windtunnel.serve.operations.endpoint import Row
@@ -51,6 +52,10 @@ class Flavour(Protocol):
         ...
 
     def metrics(self, config: ServeConfig, engine_config: Any) -> Any: ...
+
+    def kv_codec(self, config: ServeConfig) -> Codec:
+        """How KV events look on the wire."""
+        ...
 
     def env(self, env: ServerEnv, config: ServeConfig) -> ServerEnv:
         """What the flavour's families know besides the common part."""

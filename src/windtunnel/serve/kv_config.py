@@ -1,7 +1,11 @@
-"""`--kv-events-config`: where the KV events of a server go. Names, defaults and rules are vLLM's (reference §6.1)."""
+"""`--kv-events-config`: where the KV events of a server go. Names, defaults and rules are vLLM's (reference §6.1).
+
+What SGLang has instead is in `windtunnel.serve.sglang.kv_config`.
+"""
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
 
@@ -45,6 +49,7 @@ class KvEventsConfig:
 
 
 _MEMBERS = tuple(item.name for item in fields(KvEventsConfig) if item.name not in ("form", "hashes"))
+_EXAMPLE = '{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}'
 
 
 def binds(endpoint: str) -> bool:
@@ -72,10 +77,15 @@ def parse_endpoint(value: Any) -> str:
 
 def parse_kv_events(value: Any) -> dict[str, Any]:
     """The members that a JSON object sets. Raises ValueError that names the member."""
-    members = _object(value)
-    unknown = sorted(members.keys() - set(_MEMBERS))
+    return parse_members(value, _MEMBERS, _EXAMPLE)
+
+
+def parse_members(value: Any, names: Sequence[str], example: str) -> dict[str, Any]:
+    """The members of a JSON object that may have those of `names`. Raises ValueError that names the member."""
+    members = _object(value, example)
+    unknown = sorted(members.keys() - set(names))
     if unknown:
-        raise ValueError(f"{', '.join(unknown)}: no such member; those are {', '.join(_MEMBERS)}")
+        raise ValueError(f"{', '.join(unknown)}: no such member; those are {', '.join(names)}")
     try:
         msgspec.convert(members, KvEventsConfig)
     except msgspec.ValidationError as error:
@@ -93,13 +103,13 @@ def _named(name: str, value: Any) -> None:
         raise ValueError(f"{name}: {error}") from None
 
 
-def _object(value: Any) -> dict[str, Any]:
+def _object(value: Any, example: str) -> dict[str, Any]:
     try:
         members = json.loads(value) if isinstance(value, str) else value
     except ValueError as error:
         raise ValueError(f"{value!r} is not JSON ({error})") from None
     if not isinstance(members, dict):
-        raise ValueError(f'{value!r} is not an object: write {{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}}')
+        raise ValueError(f"{value!r} is not an object: write {example}")
     return members
 
 

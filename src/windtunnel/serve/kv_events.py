@@ -1,6 +1,7 @@
 """The KV-event publisher of one data-parallel rank: a PUB socket for the stream, a ROUTER socket for what was missed.
 
-Events leave with the step that caused them, on the event loop's thread, so an idle server says nothing (vLLM reference §6.2).
+Events leave with the step (SGLang: the report) that has them, on the event loop's thread, so an idle server says nothing (vLLM
+reference §6.2).
 A slow subscriber loses messages at the high-water mark and sees a gap in the sequence; the replay socket then sends the
 batches that are still in the buffer, and an end marker.
 """
@@ -16,7 +17,7 @@ import zmq
 from windtunnel.core.outputs import KvEvent, StepOutput
 from windtunnel.serve.config import UsageError
 from windtunnel.serve.kv_config import KvEventsConfig, binds, endpoint_of_rank
-from windtunnel.wire.kv_events import END_SEQUENCE, SEQUENCE_BYTES, EventCodec
+from windtunnel.wire.kv_events import END_SEQUENCE, SEQUENCE_BYTES, Codec
 
 log = logging.getLogger("windtunnel.serve")
 
@@ -57,23 +58,27 @@ class KvPublisher:
     """Observes the steps of one rank. Owns both sockets; raises UsageError for an endpoint that cannot be had."""
 
     def __init__(
-        self, config: KvEventsConfig, rank: int, loop: asyncio.AbstractEventLoop, clock_s: Callable[[], float] = time.time
+        self,
+        config: KvEventsConfig,
+        codec: Codec,
+        rank: int,
+        loop: asyncio.AbstractEventLoop,
+        clock_s: Callable[[], float] = time.time,
     ) -> None:
         self.rank = rank
         self.sequence = 0
         """Of the next batch."""
         self.buffer = ReplayBuffer(config.buffer_steps)
         self._config = config
-        self._codec = EventCodec(config.form, config.hashes)
+        self._codec = codec
         self._topic = config.topic.encode()
         self._clock_s = clock_s
         self._pub, self.endpoint = _open(zmq.PUB, endpoint_of_rank(config.endpoint, rank), config.hwm)
         self.replay: ReplayServer | None = None
         if config.replay_endpoint is not None:
             try:
-                self.replay = ReplayServer(
-                    endpoint_of_rank(config.replay_endpoint, rank), self._topic, self.buffer, config, loop
-                )
+                head = (self._topic,) if codec.topic_in_replay else ()
+                self.replay = ReplayServer(endpoint_of_rank(config.replay_endpoint, rank), head, self.buffer, config, loop)
             except UsageError:
                 self._pub.close(linger=0)
                 raise
@@ -102,13 +107,19 @@ class KvPublisher:
 class ReplayServer:
     """Answers `["", start sequence]` of a DEALER with every buffered batch from there on, a few in each turn of the loop.
 
+    `head` are the frames before each sequence number; in the end marker they are empty.
     A client that does not read loses what is over the high-water mark, which holds a whole buffer.
     """
 
     def __init__(
-        self, endpoint: str, topic: bytes, buffer: ReplayBuffer, config: KvEventsConfig, loop: asyncio.AbstractEventLoop
+        self,
+        endpoint: str,
+        head: tuple[bytes, ...],
+        buffer: ReplayBuffer,
+        config: KvEventsConfig,
+        loop: asyncio.AbstractEventLoop,
     ) -> None:
-        self._topic = topic
+        self._head = head
         self._buffer = buffer
         self._loop = loop
         self._pending: deque[tuple[bytes, deque[Batch]]] = deque()
@@ -143,9 +154,9 @@ class ReplayServer:
         client, batches = self._pending[0]
         for _ in range(min(_MESSAGES_PER_TURN, len(batches))):
             sequence, payload = batches.popleft()
-            self._send(client, self._topic, sequence.to_bytes(SEQUENCE_BYTES, "big"), payload)
+            self._send(client, *self._head, sequence.to_bytes(SEQUENCE_BYTES, "big"), payload)
         if not batches:
-            self._send(client, b"", END_SEQUENCE, b"")
+            self._send(client, *[b""] * len(self._head), END_SEQUENCE, b"")
             self._pending.popleft()
 
     def _send(self, client: bytes, *frames: bytes) -> None:
@@ -177,12 +188,14 @@ def _with_port(endpoint: str, sock: "zmq.Socket[bytes]") -> str:
     return endpoint.removesuffix("0") + bound.decode().rpartition(":")[2]
 
 
-def open_publishers(config: KvEventsConfig, ranks: int, loop: asyncio.AbstractEventLoop) -> tuple[KvPublisher, ...]:
+def open_publishers(
+    config: KvEventsConfig, codec: Codec, ranks: int, loop: asyncio.AbstractEventLoop
+) -> tuple[KvPublisher, ...]:
     """One for each rank: all or, with UsageError, none."""
     opened: list[KvPublisher] = []
     try:
         for rank in range(ranks):
-            opened.append(KvPublisher(config, rank, loop))
+            opened.append(KvPublisher(config, codec, rank, loop))
     except UsageError:
         for publisher in opened:
             publisher.close()

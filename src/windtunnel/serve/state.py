@@ -72,7 +72,7 @@ class Server:
         self._pacing = make_pacing(config.pacing, self._chances[0])
         self.history = RequestHistory(config.limits.history)
         self.metrics: Any = self.flavour.metrics(config, self.engine.config)
-        self.publishers = open_publishers(config, loop)
+        self.publishers = open_publishers(config, self.flavour, loop)
         self.driver = self._make_ranks()
         self.sources = SourceMaker(config.generation, self.tokenizer)
         self.recorded = load_recorded(config, self.tokenizer)
@@ -185,13 +185,13 @@ class HistoryObserver:
             self._history.record(step.transitions)
 
 
-def open_publishers(config: ServeConfig, loop: asyncio.AbstractEventLoop) -> "tuple[KvPublisher, ...]":
+def open_publishers(config: ServeConfig, flavour: Flavour, loop: asyncio.AbstractEventLoop) -> "tuple[KvPublisher, ...]":
     """One for each rank, or none while KV events are off. Raises UsageError for an endpoint that cannot be had."""
     if not config.kv_events.publishes:
         return ()
     from windtunnel.serve.kv_events import open_publishers as open_all
 
-    return open_all(config.kv_events, config.data_parallel_size, loop)
+    return open_all(config.kv_events, flavour.kv_codec(config), config.data_parallel_size, loop)
 
 
 def load_tokenizer(config: ServeConfig) -> Tokenizer:

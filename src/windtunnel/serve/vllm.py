@@ -22,6 +22,7 @@ from windtunnel.serve.responses import ResponsesRoute
 from windtunnel.serve.state import Server
 from windtunnel.wire.env import ServerEnv
 from windtunnel.wire.family import Family
+from windtunnel.wire.kv_events import EventCodec
 from windtunnel.wire.vllm import families, responses
 from windtunnel.wire.vllm.metrics import VllmMetrics
 
@@ -47,6 +48,9 @@ class VllmFlavour:
 
     def metrics(self, config: ServeConfig, engine_config: VllmEngineConfig) -> VllmMetrics:
         return make_metrics(config, engine_config)
+
+    def kv_codec(self, config: ServeConfig) -> EventCodec:
+        return EventCodec(config.kv_events.form, config.kv_events.hashes)
 
     def env(self, env: ServerEnv, config: ServeConfig) -> ServerEnv:
         return env

@@ -10,7 +10,8 @@ from windtunnel.core.outputs import BlockRemoved, BlockStored, KvEvent
 _SIGN, _MODULUS = 1 << 63, 1 << 64
 _FULL_ATTENTION = "full_attention"
 _GROUP = 0
-_CACHE_LEVEL_GPU = 0
+_LEVELS = {"GPU": (0, pb.KV_CACHE_TIER_DEVICE), "CPU": (1, pb.KV_CACHE_TIER_HOST)}
+"""Cache level and tier of a medium."""
 
 
 def batch(sequence: int, timestamp_s: float, events: Sequence[KvEvent], rank: int, first_id: int) -> pb.KvEventBatch:
@@ -33,10 +34,11 @@ def _event(event: KvEvent, number: int) -> pb.KvCacheEvent:
     if isinstance(event, BlockStored):
         return pb.KvCacheEvent(event_id=number, stored=_stored(event))
     if isinstance(event, BlockRemoved):
+        level, tier = _LEVELS[event.medium]
         removed = pb.KvBlocksRemoved(
             block_hashes=[signed_hash(digest) for digest in event.block_hashes],
-            cache_level=_CACHE_LEVEL_GPU,
-            tier=pb.KV_CACHE_TIER_DEVICE,
+            cache_level=level,
+            tier=tier,
             medium=event.medium,
             group_idx=_GROUP,
         )
@@ -47,13 +49,14 @@ def _event(event: KvEvent, number: int) -> pb.KvCacheEvent:
 def _stored(event: BlockStored) -> pb.KvBlocksStored:
     size = event.block_size
     lora_id, lora_name = event.lora or (None, None)
+    level, tier = _LEVELS[event.medium]
     blocks = [
         pb.KvBlock(
             block_hash=signed_hash(digest),
             token_ids=event.token_ids[at * size : (at + 1) * size],
             block_size=size,
             lora_id=lora_id,
-            cache_level=_CACHE_LEVEL_GPU,
+            cache_level=level,
             extra_keys=[pb.KvBlockExtraKey(text=key) for key in (event.extra_keys[at] if event.extra_keys else None) or ()],
         )
         for at, digest in enumerate(event.block_hashes)
@@ -61,7 +64,7 @@ def _stored(event: BlockStored) -> pb.KvBlocksStored:
     return pb.KvBlocksStored(
         blocks=blocks,
         parent_block_hash=None if event.parent_hash is None else signed_hash(event.parent_hash),
-        tier=pb.KV_CACHE_TIER_DEVICE,
+        tier=tier,
         medium=event.medium,
         group_idx=_GROUP,
         kv_cache_spec_kind=_FULL_ATTENTION,

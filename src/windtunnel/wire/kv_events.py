@@ -8,7 +8,7 @@ is the low 64 bits of the digest as an unsigned integer, or the digest itself (`
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 import msgpack
 
@@ -42,12 +42,24 @@ class MalformedEvents(ValueError):
     """A payload that is no batch of KV events: says what is wrong."""
 
 
+class Codec(Protocol):
+    """What a publisher needs to know of a flavour's wire."""
+
+    @property
+    def topic_in_replay(self) -> bool:
+        """Whether a replayed batch has the topic before its sequence number, as a published one has."""
+        ...
+
+    def encode(self, timestamp_s: float, events: Sequence[KvEvent], rank: int) -> bytes: ...
+
+
 @dataclass(frozen=True, slots=True)
 class EventCodec:
-    """From an engine's events to payloads."""
+    """From an engine's events to payloads, as vLLM has them."""
 
     form: EventFormat = "map"
     hashes: HashForm = "int"
+    topic_in_replay: ClassVar[bool] = True
 
     def encode(self, timestamp_s: float, events: Sequence[KvEvent], rank: int) -> bytes:
         """One batch: everything that one step did to the cache."""
@@ -65,7 +77,16 @@ def _values(event: KvEvent, hashed: Callable[[bytes], WireHash]) -> tuple[Any, .
         lora_id, lora_name = event.lora or (None, None)
         hashes = [hashed(digest) for digest in event.block_hashes]
         lora_and_medium = (lora_id, event.medium, lora_name)
-        return (hashes, parent, event.token_ids, event.block_size, *lora_and_medium, event.extra_keys, 0, "full_attention")
+        return (
+            hashes,
+            parent,
+            event.token_ids,
+            event.block_size,
+            *lora_and_medium,
+            event.extra_keys or None,
+            0,
+            "full_attention",
+        )
     if isinstance(event, BlockRemoved):
         return [hashed(digest) for digest in event.block_hashes], event.medium, 0
     return ()
@@ -110,13 +131,16 @@ def _event(item: Any) -> Mapping[str, Any]:
 
 
 class BlockIndex:
-    """What a router learns from the stream: the hashes that are cached. Folds batches; owns one set."""
+    """What a router learns from the stream: the hashes that are cached (in one medium). Folds batches; owns one set."""
 
-    def __init__(self) -> None:
+    def __init__(self, medium: str | None = None) -> None:
         self.hashes: set[WireHash] = set()
+        self._medium = medium
 
     def apply(self, batch: EventBatch) -> None:
         for event in batch.events:
+            if self._medium is not None and event.get("medium", self._medium) != self._medium:
+                continue
             match event["type"]:
                 case "BlockStored":
                     self.hashes.update(event["block_hashes"])

@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from windtunnel.core.kv.hashing import ExtraKey
+from windtunnel.core.kv.tiers import HostTier
 from windtunnel.core.outputs import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 
 NULL_BLOCK = 0
@@ -27,7 +28,7 @@ NULL_BLOCK = 0
 class BlockPool:
     """Owns all blocks of one engine. Callers hold block ids and give each back once."""
 
-    def __init__(self, num_blocks: int, block_size: int, *, collect_events: bool = False) -> None:
+    def __init__(self, num_blocks: int, block_size: int, *, collect_events: bool = False, host_blocks: int = 0) -> None:
         if num_blocks < 2:
             raise ValueError(f"num_blocks is {num_blocks}: must be at least 2 (block 0 is the null block)")
         self.num_blocks = num_blocks
@@ -37,6 +38,7 @@ class BlockPool:
         """Grows whenever an allocation that failed might succeed: blocks were freed, or the cache gained an entry."""
         self.collects_events = collect_events
         self._events: list[KvEvent] = []
+        self.tier = HostTier(host_blocks, block_size, self._events if collect_events else None) if host_blocks else None
         self._refs = array("i", bytes(4 * num_blocks))
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._cached: dict[bytes, int | list[int]] = {}
@@ -66,6 +68,18 @@ class BlockPool:
             if entry is None:
                 break
             found.append(entry if isinstance(entry, int) else entry[0])
+        return found
+
+    def lookup_tiers(self, hashes: Sequence[bytes], limit: int) -> list[int]:
+        """The longest prefix of which each block is here or in the host tier: the null block stands for those in the tier."""
+        found = self.lookup(hashes, limit)
+        tier = self.tier
+        while tier is not None and len(found) < min(limit, len(hashes)):
+            digest = hashes[len(found)]
+            here = [NULL_BLOCK] if digest in tier else self.lookup([digest], 1)
+            if not here:
+                break
+            found += here
         return found
 
     def idle_among(self, blocks: Iterable[int]) -> int:
@@ -137,6 +151,8 @@ class BlockPool:
             self._hash_of[block] = digest
             if self._cached.setdefault(digest, block) != block:
                 self._add_copy(digest, block)
+        if self.tier is not None:
+            self.tier.drop(hashes[first:stop])
         self.version += 1
 
     def stored(
@@ -157,6 +173,8 @@ class BlockPool:
             return False
         self._hash_of = [None] * self.num_blocks
         self._cached.clear()
+        if self.tier is not None:
+            self.tier.clear()
         if self.collects_events:
             self._events.append(AllBlocksCleared())
         return True
@@ -165,7 +183,8 @@ class BlockPool:
         """The events since the last call, in order."""
         if not self._events:
             return []
-        events, self._events = self._events, []
+        events = self._events.copy()
+        self._events.clear()
         return events
 
     def _add_copy(self, digest: bytes, block: int) -> None:
@@ -188,6 +207,8 @@ class BlockPool:
         del self._cached[digest]
         if self.collects_events:
             self._events.append(BlockRemoved((digest,)))
+        if self.tier is not None:
+            self.tier.keep(digest)
 
     def free_list(self) -> list[int]:
         """All free blocks in the order in which they will be taken."""
@@ -214,6 +235,8 @@ class BlockPool:
         assert all(not self._refs[block] for block in free), "an owned block is on the free list"
         assert len(free) + len(owners) == self.usable_blocks, "a block is neither free nor owned"
         self._check_cache()
+        if self.tier is not None:
+            self.tier.check_integrity(self._cached)
 
     def _stray_references(self, owners: Mapping[int, int]) -> str:
         block = next(at for at, count in enumerate(self._refs) if bool(count) != (at in owners))

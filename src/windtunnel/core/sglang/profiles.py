@@ -78,6 +78,7 @@ class Profile:
     )
     transfer_speed_is_histogram: bool = _switch("§6.2", v0_4_10=False, v0_5_10=True)
     kv_events_as_maps: bool = _switch("§8.2", v0_4_10=False, v0_5_20=True)
+    kv_events_coalesced: bool = _switch("§8.2 (not dated; set with the maps)", v0_4_10=False, v0_5_20=True)
     disconnect_loses_state: bool = _switch("§5 (P41)", v0_4_10=False, v0_5_17=True, v0_5_20=False)
     tombstones: bool = _switch("ours: late metadata of an ended room is refused; no release does so (§1.6, end)", v0_4_10=False)
 

@@ -247,7 +247,7 @@ class RadixCache:
         above = node.parent
         known = above.digests[-1] if above is not None and above.digests else None
         node.digests = page_digests(known or seed_of(node.namespace), node.key, self._size)
-        keys = tuple(part for part in node.namespace[1:] if part) or None
+        keys = node.namespace[1:] if any(node.namespace[1:]) else None
         self._events.append(
             BlockStored(tuple(node.digests), known, node.key, self._size, _adapter(node.namespace), (keys,) * len(node.pages))
         )

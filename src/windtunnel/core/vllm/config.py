@@ -41,6 +41,10 @@ class VllmEngineConfig:
     extra_eos_token_ids: frozenset[int] = frozenset()
     """Further end tokens of the generation config: they stop like stop token ids and are named in `stop_reason`."""
     collect_kv_events: bool = False
+    host_blocks: int = 0
+    """Blocks of a host tier behind the pool; 0: none."""
+    host_block_ns: int = 0
+    """What it costs to bring one block back from there."""
     unsafe_pool: bool = False
     """Allow a pool that cannot hold one context: a prompt that never fits then blocks the queue (vLLM #39734)."""
 
@@ -84,6 +88,8 @@ _AT_LEAST: Mapping[str, int] = MappingProxyType(
         "max_num_queued_reqs": 1,
         "max_num_queued_tokens": 1,
         "max_loras": 0,
+        "host_blocks": 0,
+        "host_block_ns": 0,
     }
 )
 
@@ -97,6 +103,7 @@ LIVE_FIELDS = frozenset(
         "max_num_queued_reqs",
         "max_num_queued_tokens",
         "max_loras",
+        "host_block_ns",
     }
 )
 """What `VllmEngine.reconfigure` may change while requests run."""

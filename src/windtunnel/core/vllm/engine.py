@@ -182,7 +182,7 @@ class VllmEngine:
         if self.control.scheduling:
             self._scheduler.schedule(step, self._clock_ns)
         if not step.empty:
-            step.end_ns += self._scheduler.pacing.step_ns(step.plan)
+            step.end_ns += self._scheduler.pacing.step_ns(step.plan) + step.load_ns
         self._publish_due = False
         self._step = step
         return step.end_ns == step.start_ns
@@ -237,6 +237,8 @@ class VllmEngine:
             prefix_hits=step.prefix_hits,
             running_loras=running_loras,
             waiting_loras=waiting_loras,
+            external_queries=step.external_queries,
+            external_hits=step.external_hits,
         )
 
     # Operator
@@ -324,8 +326,14 @@ class VllmEngine:
 
     @property
     def cached_hashes(self) -> frozenset[bytes]:
-        """What the prefix cache holds; a replay of all KV events gives the same set."""
+        """What the prefix cache holds; a replay of all KV events (with a host tier: of those of the GPU) gives the same set."""
         return self._scheduler.pool.cached_hashes
+
+    @property
+    def host_hashes(self) -> frozenset[bytes]:
+        """What the host tier holds; the events with the medium `CPU` give the same set."""
+        tier = self._scheduler.pool.tier
+        return frozenset() if tier is None else tier.hashes
 
     def check_integrity(self) -> None:
         scheduler = self._scheduler

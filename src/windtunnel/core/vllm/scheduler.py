@@ -9,8 +9,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import count
 
-from windtunnel.core.kv.blocks import BlockPool
+from windtunnel.core.kv.blocks import NULL_BLOCK, BlockPool
 from windtunnel.core.kv.hashing import BlockHasher
+from windtunnel.core.kv.tiers import runs_of
 from windtunnel.core.lifecycle import Event, State
 from windtunnel.core.pacing import Pacing
 from windtunnel.core.transitions import TransitionLog
@@ -27,7 +28,9 @@ class VllmScheduler:
         self.config = config
         self.pacing = pacing
         self.log = log
-        self.pool = BlockPool(config.num_blocks, config.block_size, collect_events=config.collect_kv_events)
+        self.pool = BlockPool(
+            config.num_blocks, config.block_size, collect_events=config.collect_kv_events, host_blocks=config.host_blocks
+        )
         self.hasher = BlockHasher(config.prefix_caching_hash_algo, config.block_size, config.hash_seed)
         self.waiting = WaitingQueue(fcfs_rank if config.policy == "fcfs" else priority_rank)
         self.deferred = DeferredSet()
@@ -253,26 +256,56 @@ class VllmScheduler:
         return True
 
     def _try_admit(self, sequence: VllmSequence, step: Step, now_ns: int) -> bool:
-        hits = self._cached_prefix(sequence)
-        cached = len(hits) * self.config.block_size
+        prefix = self._cached_prefix(sequence)
+        hits = prefix if self.pool.tier is None else [block for block in prefix if block != NULL_BLOCK]
+        cached = len(prefix) * self.config.block_size
         tokens = self._chunk(sequence.num_tokens - cached, step.budget)
         wanted = self._blocks_for(cached + tokens) - len(hits)
         if not self._fits(sequence, hits, wanted):
             return False
         self.pool.touch(hits)
-        sequence.blocks = hits + self.pool.allocate(wanted)
-        self._enter_running(sequence, len(hits))
+        if len(hits) == len(prefix):
+            sequence.blocks = hits + self.pool.allocate(wanted)
+        else:
+            self._bring_back(sequence, prefix, wanted)
+        self._enter_running(sequence, len(prefix))
         sequence.ready_at_ns = now_ns + self.pacing.first_token_ns(sequence.num_tokens, cached, self.load)
-        self._count_admission(sequence, cached, step, now_ns)
+        self._add_load_time(sequence, len(prefix) - len(hits), step)
+        self._count_admission(sequence, cached, len(prefix) - len(hits), step, now_ns)
         self._prefill(sequence, tokens, step, now_ns)
         return True
 
+    def _bring_back(self, sequence: VllmSequence, prefix: list[int], wanted: int) -> None:
+        """Give the sequence its blocks, and enter those that the host tier had: the null blocks in `prefix`."""
+        places = [at for at, block in enumerate(prefix) if block == NULL_BLOCK]
+        tier, hashes = self.pool.tier, sequence.hashes
+        assert tier is not None, "a hit in a tier that does not exist"
+        # First of all: the allocation may push other blocks into the tier, and these out of it.
+        tier.drop([hashes[at] for at in places])
+        fresh = self.pool.allocate(wanted)
+        for at, block in zip(places, fresh, strict=False):
+            prefix[at] = block
+        sequence.blocks = prefix + fresh[len(places) :]
+        for first, stop in runs_of(places):
+            self.pool.enter(sequence.blocks, hashes, first, stop)
+            if self.pool.collects_events:
+                self.report(sequence, first, stop)
+
+    def _add_load_time(self, sequence: VllmSequence, blocks: int, step: Step) -> None:
+        """The step waits for blocks from the host; where each sequence has its own pace, its first token does."""
+        load_ns = blocks * self.config.host_block_ns
+        if self.pacing.lock_step:
+            step.load_ns += load_ns
+        else:
+            sequence.ready_at_ns += load_ns
+
     def _cached_prefix(self, sequence: VllmSequence) -> list[int]:
-        """The blocks of the longest cached prefix; at least one token is always computed."""
+        """The blocks of the longest cached prefix (null: in the host tier); at least one token is always computed."""
         if not self.config.enable_prefix_caching:
             return []
         limit = (sequence.num_tokens - 1) // self.config.block_size
-        return self.pool.lookup(sequence.block_hashes(self.hasher, limit), limit)
+        find = self.pool.lookup if self.pool.tier is None else self.pool.lookup_tiers
+        return find(sequence.block_hashes(self.hasher, limit), limit)
 
     def _fits(self, sequence: VllmSequence, hits: list[int], wanted: int) -> bool:
         """The gate for the whole prompt, the watermark, and the blocks of this chunk."""
@@ -295,16 +328,21 @@ class VllmScheduler:
         if sequence.request.lora is not None:
             self._running_loras[sequence.request.lora.lora_id] += 1
 
-    def _count_admission(self, sequence: VllmSequence, cached: int, step: Step, now_ns: int) -> None:
+    def _count_admission(self, sequence: VllmSequence, cached: int, loaded_blocks: int, step: Step, now_ns: int) -> None:
         """Prefix statistics count the first admission only (vLLM #25787)."""
-        self.log.record(sequence, Event.SCHEDULE, now_ns, {"prompt_tokens": sequence.num_tokens, "cached_tokens": cached})
+        external = loaded_blocks * self.config.block_size
+        detail = {"prompt_tokens": sequence.num_tokens, "cached_tokens": cached}
+        self.log.record(sequence, Event.SCHEDULE, now_ns, detail | {"host_tokens": external} if external else detail)
         if sequence.admitted:
             return
         sequence.admitted = True
         sequence.cached_tokens = cached
         if self.config.enable_prefix_caching:
             step.prefix_queries += sequence.num_tokens
-            step.prefix_hits += cached
+            step.prefix_hits += cached - external
+        if self.pool.tier is not None:
+            step.external_queries += sequence.num_tokens - (cached - external)
+            step.external_hits += external
         if sequence.request.report_cached_blocks and cached:
             self.report(sequence, 0, sequence.published)
 

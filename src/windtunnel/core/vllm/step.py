@@ -12,6 +12,9 @@ class Step:
         "context_tokens",
         "decoding",
         "end_ns",
+        "external_hits",
+        "external_queries",
+        "load_ns",
         "number",
         "preemptions",
         "prefilling",
@@ -33,6 +36,11 @@ class Step:
         self.preemptions = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
+        self.external_queries = 0
+        """Prompt tokens not found in the pool, and so looked up in the host tier."""
+        self.external_hits = 0
+        self.load_ns = 0
+        """What bringing blocks back from the host tier adds to the step."""
 
     @property
     def prefill_tokens(self) -> int:

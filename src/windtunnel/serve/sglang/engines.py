@@ -29,6 +29,7 @@ def sglang_engine_config(config: ServeConfig, tokenizer: Tokenizer | None = None
         req_waiting_timeout_ns=_optional(settings.req_waiting_timeout_ns, scale),
         req_running_timeout_ns=_optional(settings.req_running_timeout_ns, scale),
         eos_token_id=None if tokenizer is None else tokenizer.eos_token_id,
+        collect_kv_events=config.kv_events.publishes,
     )
 
 

@@ -10,6 +10,7 @@ from windtunnel.serve.flags import FLAGS, Flag, FlagTable
 from windtunnel.serve.sglang.disagg_flags import DISAGG_FLAGS
 from windtunnel.serve.sglang.engines import sglang_engine_config
 from windtunnel.serve.sglang.foreign_flags import SGLANG_FOREIGN_FLAGS
+from windtunnel.serve.sglang.kv_config import parse_sglang_kv_events
 
 DEFAULT_PORT = 30000
 
@@ -82,6 +83,7 @@ OWN_FLAGS: tuple[Flag, ...] = (
         help="scheduler metrics of every tensor-parallel rank",
         **_SWITCH,
     ),
+    Flag("kv-events-config", "kv_events.*", parse_sglang_kv_events, 'where KV events go: {"publisher": "zmq", …}'),
     Flag("enable-cache-report", "sglang.enable_cache_report", help="cached tokens in usage", **_SWITCH),
     Flag(
         "incremental-streaming-output", "sglang.incremental_streaming_output", help="native events carry what is new", **_SWITCH

@@ -13,6 +13,7 @@ from windtunnel.core.pacing import Pacing
 from windtunnel.core.sglang.config import SglangEngineConfig
 from windtunnel.core.sglang.engine import SglangEngine
 from windtunnel.core.sglang.loop import SglangLoop
+from windtunnel.core.sglang.profiles import profile
 from windtunnel.core.tokenizer import Tokenizer
 from windtunnel.serve.asgi import Endpoint
 from windtunnel.serve.config import ServeConfig
@@ -26,6 +27,7 @@ from windtunnel.wire.env import ServerEnv
 from windtunnel.wire.family import Family
 from windtunnel.wire.sglang import families
 from windtunnel.wire.sglang.env import SglangEnv
+from windtunnel.wire.sglang.kv_events import SglangEventCodec
 from windtunnel.wire.sglang.metrics import SglangMetrics
 
 
@@ -65,6 +67,10 @@ class SglangFlavour:
             constants=constant_gauges(engine_config),
             renamed=self.renamed,
         )
+
+    def kv_codec(self, config: ServeConfig) -> SglangEventCodec:
+        release = profile(config.sglang.profile)
+        return SglangEventCodec(release.kv_events_as_maps, release.kv_events_coalesced)
 
     def env(self, env: ServerEnv, config: ServeConfig) -> ServerEnv:
         """The same values, and those that SGLang's families need besides."""

@@ -39,7 +39,7 @@ _SGLANG = """
     hicache-storage-backend-extra-config hicache-storage-prefetch-policy hicache-write-policy
     hierarchical-sparse-attention-extra-config hybrid-kvcache-ratio init-expert-location is-embedding
     json-model-override-args keep-mm-feature-on-device kt-cpuinfer kt-max-deferred-experts-per-token kt-method
-    kt-num-gpu-experts kt-threadpool-count kt-weight-path kv-cache-dtype kv-events-config language-only
+    kt-num-gpu-experts kt-threadpool-count kt-weight-path kv-cache-dtype language-only
     limit-mm-data-per-request load-format load-watch-interval log-level log-level-http log-requests
     log-requests-format log-requests-level log-requests-target lora-backend lora-drain-wait-threshold lora-eviction-policy
     lora-target-modules mamba-full-memory-ratio mamba-scheduler-strategy mamba-ssm-dtype mamba-track-interval

@@ -16,6 +16,7 @@ from windtunnel.serve.operations.pages import MetricsPage
 from windtunnel.serve.sglang import loads
 from windtunnel.serve.sglang.generate import SglangRoute
 from windtunnel.serve.sglang.health import Heartbeat, probe
+from windtunnel.serve.sglang.kv_config import as_argument
 from windtunnel.serve.state import Server
 from windtunnel.wire.family import WireError
 from windtunnel.wire.http import dumps, parse_json
@@ -113,7 +114,7 @@ def server_arguments(server: Server) -> dict[str, Any]:
         "enable_lora": config.lora,
         "device": "cpu",
         "load_format": "dummy",
-        "kv_events_config": None,
+        "kv_events_config": as_argument(server.config.kv_events),
     }
 
 
