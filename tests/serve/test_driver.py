@@ -72,3 +72,13 @@ def _frames(answer: bytes) -> bytes:
     """The chunked body without what differs from call to call."""
     body = answer.partition(b"\r\n\r\n")[2]
     return re.sub(rb'"created":\d+', b'"created":0', re.sub(rb"(chatcmpl|cmpl)-[0-9a-f]{16}", b"id", body))
+
+
+async def test_prompts_times_n_has_a_limit_of_its_own() -> None:
+    async with live(limits__choices=8) as server:
+        client = await RawClient.connect(server.port)
+        body = {"model": "wt-model", "prompt": ["a", "b", "c"], "n": 3, "temperature": 1, "max_tokens": 1}
+        client.send(request_bytes("/v1/completions", body, extra="Connection: close\r\n"))
+        answer = await client.read_all()
+        assert answer.startswith(b"HTTP/1.1 400") and b"9 choices: at most 8" in answer
+        assert server.states() == []

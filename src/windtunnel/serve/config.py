@@ -119,6 +119,7 @@ class ServerLimits:
     write_buffer_bytes: int = 256 * 1024
     write_deadline_ns: int = 60 * S
     open_answers: int = 65536
+    choices: int = 16384
     connections: int = 65536
     adapters: int = 1000
     history: int = 1000

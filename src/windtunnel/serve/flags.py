@@ -375,6 +375,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag("write-buffer-bytes", "limits.write_buffer_bytes", _integer(4096), "unsent bytes after which a stream is held back"),
     Flag("write-deadline", "limits.write_deadline_ns", _duration, "how long a held-back stream may stay so before it is cut"),
     Flag("max-stored-responses", "limits.stored_responses", _POSITIVE, "most responses kept; the oldest goes first"),
+    Flag("max-choices", "limits.choices", _POSITIVE, "most choices of one request: prompts x n (400)"),
     Flag("max-open-answers", "limits.open_answers", _POSITIVE, "most requests at work at once"),
     Flag("max-connections", "limits.connections", _POSITIVE, "most connections at once; requests on further ones get 503"),
 )

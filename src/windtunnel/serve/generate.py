@@ -66,7 +66,16 @@ class GenerateRoute:
         self._server.inject_failure(header_of(scope, RETURN_ERROR))
         plan = partial(self._family.plan, body, headers_of(scope), self._server.env)
         generation = await planned(self._server, len(body), plan)
+        self._check_choices(generation)
         return self._server.recorded.attach(generation, body) if self._server.recorded else generation
+
+    def _check_choices(self, generation: Generation) -> None:
+        """Prompts and `n` have limits of their own; their product is what the engine gets. Raises WireError."""
+        prompts, n, most = len(generation.prompts), generation.sampling.n, self._server.config.limits.choices
+        if prompts * n > most:
+            raise WireError(
+                f"{prompts} prompts with n={n} are {prompts * n} choices: at most {most} in one request.", param="n"
+            )
 
     async def _collect(self, generation: Generation, arrival_ns: int, scope: Scope, send: Send) -> None:
         line: ClientLine = scope[LINE]

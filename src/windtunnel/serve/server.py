@@ -6,6 +6,7 @@ import gc
 import json
 import logging
 import os
+import socket
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ import uvicorn
 
 from windtunnel.core.vllm.control import DEATH
 from windtunnel.serve.app import build
-from windtunnel.serve.config import ServeConfig
+from windtunnel.serve.config import ServeConfig, UsageError
 from windtunnel.serve.http11 import HttpLimits, protocol_class
 from windtunnel.serve.signals import handled_by
 from windtunnel.serve.state import Server
@@ -45,6 +46,13 @@ class SimulatorProcess(uvicorn.Server):
         self.grpc: GrpcFront | None = None
         """Stops before HTTP does: its calls have their own grace."""
         self._stopping: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """uvicorn would end the process with 3, which here means something else. Raises UsageError."""
+        try:
+            await super().startup(sockets)
+        except SystemExit:
+            raise UsageError(f"--port {self.config.port}: cannot listen on {self.config.host}:{self.config.port}") from None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._simulator.loop.call_soon_threadsafe(self._stop)

@@ -199,7 +199,10 @@ def load_tokenizer(config: ServeConfig) -> Tokenizer:
         return BuiltinTokenizer()
     from windtunnel.serve.tokenizers import load_tokenizer as load_folder
 
-    return load_folder(config.tokenizer)
+    try:
+        return load_folder(config.tokenizer)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--tokenizer: {error}") from None
 
 
 def load_recorded(config: ServeConfig, tokenizer: Tokenizer) -> RecordedPlayer | None:
