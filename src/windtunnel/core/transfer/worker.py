@@ -81,6 +81,8 @@ class TransferWorker:
         self._settle_timeout_ns = settle_timeout_ns
         self._pending: PendingWrite | None = None
         self._ready_ns = 0
+        self._free_ns = 0
+        """When the chunk before ended."""
         self._reason = ""
         self._settle_until_ns = 0
 
@@ -102,12 +104,18 @@ class TransferWorker:
         return action
 
     def next_at(self, now_ns: int) -> int | None:
-        """When timed mode runs the next action; None while only the transport or a caller can change anything."""
+        """When timed mode runs the next action; None while only the transport or a caller can change anything.
+
+        A thread does not wait for its scheduler's driver: what was due before `now_ns` (a driver is late) keeps its own time.
+        """
         if self.held or self.action in self.hold_before:
             return None
         if self.action is Action.SETTLE and not self._settled():
             return max(now_ns, self._settle_until_ns)
-        return max(now_ns, self._ready_ns) if self.runnable else None
+        if not self.runnable:
+            return None
+        due_ns = self._pop_ns if self.action is Action.POP else self._ready_ns
+        return due_ns if self.action in _ON_TIME else max(now_ns, due_ns)
 
     def run(self, now_ns: int) -> None:
         """Timed mode: all actions due at `now_ns`."""
@@ -122,12 +130,12 @@ class TransferWorker:
             return
         self.chunk = chunk
         self._rooms.begin_chunk(chunk.room)
-        self._ready_ns = now_ns + self._promote_gap_ns
+        self._ready_ns = max(chunk.enqueued_ns, self._free_ns) + self._promote_gap_ns
         self.action = Action.READ
 
     def _read(self, now_ns: int) -> None:
         self._pending = self._rooms.table.begin_update(self._current.room, KVPoll.TRANSFERRING)
-        self._ready_ns = now_ns + self._write_gap_ns
+        self._ready_ns += self._write_gap_ns
         self.action = Action.WRITE
 
     def _write(self, now_ns: int) -> None:
@@ -166,9 +174,15 @@ class TransferWorker:
         else:
             self._rooms.chunk_sent(chunk, now_ns)
         self.handles, self.chunk, self._reason, self.action = [], None, "", Action.POP
+        self._free_ns = now_ns
         self._rooms.end_chunk(chunk.room, settled=settled, now_ns=now_ns)
 
     # Looking
+
+    @property
+    def _pop_ns(self) -> int:
+        """When the thread takes the next chunk: as it comes, or as the chunk before ends."""
+        return max(self.queue[0].enqueued_ns, self._free_ns)
 
     @property
     def _current(self) -> Chunk:
@@ -185,6 +199,7 @@ class TransferWorker:
         return all(state is not HandleState.IN_PROGRESS for state in self._states())
 
 
+_ON_TIME = frozenset({Action.POP, Action.READ, Action.WRITE})
 _STEPS = {
     Action.POP: TransferWorker._pop,
     Action.READ: TransferWorker._read,

@@ -1,5 +1,6 @@
 """A P/D worker's side of the seam in `serve.flavour`: the workers are made with their sockets, and connected at the start."""
 
+import logging
 import random
 from collections import Counter
 from dataclasses import replace
@@ -9,6 +10,7 @@ from windtunnel.core.pacing import Pacing
 from windtunnel.core.sglang.config import SglangEngineConfig
 from windtunnel.core.sglang.loop import SglangLoop
 from windtunnel.core.sglang.profiles import profile
+from windtunnel.core.units import S
 from windtunnel.serve.config import ServeConfig, UsageError
 from windtunnel.serve.operations.endpoint import Call, Reply, Row, Simple, get, json_reply
 from windtunnel.serve.seams import Seams
@@ -18,6 +20,10 @@ from windtunnel.serve.sglang.pd import Disaggregation
 from windtunnel.serve.state import Server
 from windtunnel.wire.sglang.metrics import DISAGG_ROWS, SglangMetrics
 
+log = logging.getLogger("windtunnel.serve")
+
+_LOGGED = ("Prefill bootstrap failed", "Prefill transfer failed", "Decode handshake failed", "Decode transfer failed")
+"""Lines that operators of the real server search for (reference §3.1, §3.2)."""
 _COUNTERS = {f"{row.name}_total": row.name for row in DISAGG_ROWS if row.kind == "counter"}
 
 
@@ -93,5 +99,9 @@ class DisaggObserver:
             if value != self._told[key] and name in _COUNTERS:
                 self._metrics.count(rank, _COUNTERS[name], value - self._told[key], *([label] if label else []))
                 self._told[key] = value
+        for transition in step.transitions:
+            reason = str((transition.detail or {}).get("reason", ""))
+            if reason.startswith(_LOGGED):
+                log.error("%.3f s: %s", transition.at_ns / S, reason)
         for name, observed in self._worker.take_observations():
             self._metrics.observe(rank, name, observed)
