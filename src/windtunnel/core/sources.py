@@ -9,6 +9,7 @@ from itertools import chain
 from windtunnel.core import oracle
 
 _WORDS_AT_ONCE = 256
+_FIRST_WORDS = 7
 
 
 class OracleSource:
@@ -39,8 +40,9 @@ class OracleSource:
         return tokens[start:stop]
 
     def _more(self) -> None:
-        # Sequences that start together refill at different times: no step pays for all.
-        block = _WORDS_AT_ONCE if self._words else 16 + self._identity % _WORDS_AT_ONCE
+        # The first few are cheap to hold. Then sequences that start together refill at different times: no step pays for all.
+        spread = _FIRST_WORDS + self._identity % _WORDS_AT_ONCE
+        block = {0: _FIRST_WORDS, _FIRST_WORDS: spread}.get(self._words, _WORDS_AT_ONCE)
         if self._natural_words is None:
             self._append(block)
         elif self._words < self._natural_words:

@@ -18,7 +18,7 @@ from windtunnel.serve.clock import make_alarm, now_ns
 log = logging.getLogger("windtunnel.serve")
 
 _TOKENS_PER_TURN = 1024
-_TURN_NS = 2 * MS
+_TURN_NS = 4 * MS
 """Writes are held back for a turn, so a turn that has lasted so long starts no further step."""
 _IDLE_S = 1.0
 _BETWEEN_TURNS_NS = 200_000
