@@ -14,6 +14,7 @@ import jsonschema
 import pytest
 import typer
 from tests.lab.conftest import server_command, until
+from tests.lab.fake_server import EXIT_STATUS
 from typer.testing import CliRunner
 
 from windtunnel.cli import experiment as experiment_command
@@ -229,6 +230,25 @@ async def test_stop_keeps_what_there_is(experiment: Experiment, pids: Path) -> N
     assert document["interrupted"]
     assert sum(len(document["arms"][arm]["trials"]) for arm in ("control", "treatment")) == 2
     assert alive(pids) == []
+
+
+@pytest.mark.parametrize("tokens", [4, 25])
+async def test_a_server_that_ends_by_itself_is_no_harm(experiment: Experiment, tokens: int) -> None:
+    """In its first plain answer, or while its clients leave."""
+    options = Options(commands={"control": server_command("--exit-after-tokens", str(tokens))})
+    document = await run_experiment(experiment, options)
+    jsonschema.Draft202012Validator(schema()).validate(json.loads(json.dumps(document)))
+    message = f"the server ended by itself with exit status {EXIT_STATUS}"
+    trials = document["arms"]["control"]["trials"]
+    assert [trial["error"] for trial in trials] == [message] * 2
+    assert {value for trial in trials for value in trial["leaked"].values()} == {None}
+    assert [(one["arm"], one["name"], one["severity"], one["evidence"]) for one in document["findings"]] == [
+        ("control", "server_died", "high", [message])
+    ] * 2
+    assert [one["holds"] for one in document["predictions"]] == [None, True]
+    assert document["verdict"] == "inconclusive"
+    assert message in document["why"]
+    assert message in html(document)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -21,6 +21,8 @@ from windtunnel.lab.experiment_file import Arm, Environment
 
 READY_POLL_NS = 50 * MS
 TERM_PATIENCE_NS = 5 * S
+EXIT_GRACE_NS = 50 * MS
+"""So long after its sockets have closed, a process that ended may still be on its way to its parent."""
 LOG_TAIL_BYTES = 2_000
 LOG_SCAN_LIMIT_BYTES = 64 * 1024 * 1024
 _PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
@@ -41,6 +43,16 @@ class Running:
     """The process that was started here."""
     more_ports: tuple[int, ...] = (0, 0, 0)
     """Further ports for the arm's command (`{port2}`, `{port3}`, `{port4}`)."""
+    process: asyncio.subprocess.Process | None = None
+
+    async def exit_status(self) -> int | None:
+        """The status with which the server has ended by itself; None while it runs, or was not started here."""
+        if self.process is None:
+            return None
+        with suppress(TimeoutError):
+            async with asyncio.timeout(EXIT_GRACE_NS / 1e9):
+                await self.process.wait()
+        return self.process.returncode
 
 
 def fill(template: str, *, port: int, time_scale: float, seed: int, more_ports: Sequence[int] = (0, 0, 0)) -> str:
@@ -96,7 +108,7 @@ async def running(
         ready = fill(arm.ready_url or "http://127.0.0.1:{port}/health", port=port, time_scale=time_scale, seed=seed)
         await _wait_ready(ready, arm.ready_timeout_ns, process, log, stop)
         origin = parse_origin(ready)
-        yield Running(f"{origin.scheme}://{origin.authority}", log, process.pid, tuple(more))
+        yield Running(f"{origin.scheme}://{origin.authority}", log, process.pid, tuple(more), process)
     finally:
         await end(process)
 

@@ -15,10 +15,11 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from windtunnel.lab.arms import Stopped, count_patterns, fill, running
+from windtunnel.lab.arms import Running, Stopped, count_patterns, fill, running
 from windtunnel.lab.connection import parse_origin
 from windtunnel.lab.document import plan_document, storm_document, versions
 from windtunnel.lab.experiment_file import Arm, ArmName, Environment, Experiment, Prediction
+from windtunnel.lab.findings import Severity
 from windtunnel.lab.plan import StormPlan, check_target_allowed
 from windtunnel.lab.redact import redact, secrets_of
 from windtunnel.lab.storm import StormEvent, run_storm
@@ -27,6 +28,7 @@ from windtunnel.lab.verdict import decide, effect_document, holds, observed
 
 FORMAT = 1
 RACE_PATTERN = "race_reports"
+SERVER_DIED = "server_died"
 ARMS: tuple[ArmName, ArmName] = ("control", "treatment")
 
 
@@ -180,26 +182,69 @@ class _Trial:
         head = {"trial": self.trial + 1, "arm": self.name, "seed": seed, "time_scale": self.options.time_scale}
         try:
             document = await self._storm(log, plan, on_event)
-            error = None
         except Stopped:
-            document, error = {**_empty_trial(), "interrupted": "stopped"}, None
+            document = {**_empty_trial(), "interrupted": "stopped"}
         except (TargetError, Environment, ValueError) as failure:
             if first:
                 raise Environment(f"{self.name}, trial {self.trial + 1}: {failure}") from failure
-            document, error = _empty_trial(), str(failure)
+            document = {**_empty_trial(), "error": str(failure)}
         matches = count_patterns(log, arm.log_patterns)
         races = matches.get(RACE_PATTERN, 0)
-        return {**head, **document, "race_reports": races, "log_matches": matches, "error": error}
+        return {**head, "error": None, **document, "race_reports": races, "log_matches": matches}
 
     async def _storm(self, log: Path, plan: StormPlan, on_event: Callable[[StormEvent], None]) -> dict[str, Any]:
         arm = self.experiment.arm(self.name)
         if arm.url is not None:
             check_target_allowed(parse_origin(arm.url).host, owned=self.options.owned)
         async with running(arm, log, time_scale=self.options.time_scale, seed=plan.seed, stop=self.stop) as server:
-            model = arm.model or await find_model(server.url, arm.headers)
-            sources = [fill(one, port=0, more_ports=server.more_ports, time_scale=1.0, seed=0) for one in arm.metrics_urls]
-            target = make_target(server.url, model, headers=arm.headers, metrics_urls=sources, watch=arm.watch)
-            return storm_document(await run_storm(target, plan, stop=self.stop, on_event=on_event, pid=server.pid))
+            watch = _DeathWatch(server, on_event)
+            try:
+                document = await self._blow(arm, server, plan, watch.on_event)
+            except TargetError:
+                status = await watch.exit_status()
+                if status is None:
+                    raise
+                return _died(_empty_trial(), status)
+            status = await watch.exit_status()
+            return document if status is None else _died(document, status)
+
+    async def _blow(self, arm: Arm, server: Running, plan: StormPlan, on_event: Callable[[StormEvent], None]) -> dict[str, Any]:
+        model = arm.model or await find_model(server.url, arm.headers)
+        sources = [fill(one, port=0, more_ports=server.more_ports, time_scale=1.0, seed=0) for one in arm.metrics_urls]
+        target = make_target(server.url, model, headers=arm.headers, metrics_urls=sources, watch=arm.watch)
+        return storm_document(await run_storm(target, plan, stop=self.stop, on_event=on_event, pid=server.pid))
+
+
+class _DeathWatch:
+    """Tells a server that ended by itself from one that the drain has ended."""
+
+    def __init__(self, server: Running, on_event: Callable[[StormEvent], None]) -> None:
+        self._server = server
+        self._on_event = on_event
+        self._drained = False
+        self._before_drain: int | None = None
+
+    def on_event(self, event: StormEvent) -> None:
+        if event.phase == "drain" and self._server.process is not None:
+            self._drained, self._before_drain = True, self._server.process.returncode
+        self._on_event(event)
+
+    async def exit_status(self) -> int | None:
+        return self._before_drain if self._drained else await self._server.exit_status()
+
+
+def _died(document: Mapping[str, Any], status: int) -> dict[str, Any]:
+    """The trial of a server that ended by itself: all else that was seen may be a consequence, so nothing of it is judged."""
+    error = f"the server ended by itself with exit status {status}"
+    finding = {
+        "name": SERVER_DIED,
+        "severity": Severity.HIGH.value,
+        "usual_cause": "the server crashed, was killed from outside, or shut itself down: see the end of its log",
+        "count": 1,
+        "evidence": [error],
+    }
+    leaked = dict.fromkeys(document["leaked"], None)
+    return {**document, "leaked": leaked, "findings": [finding], "error": error}
 
 
 def _empty_trial() -> dict[str, Any]:
@@ -254,7 +299,8 @@ def make_document(
     effect = effect_document(experiment.effect, good["control"], good["treatment"])
     effect |= {"aa": options.aa is not None, "looks": options.looks}
     complete = not interrupted and all(good.values())
-    verdict, why = decide([one["holds"] for one in predictions], effect, complete=complete)
+    errors = [trial["error"] for name in ARMS for trial in trials[name] if trial["error"] is not None]
+    verdict, why = decide([one["holds"] for one in predictions], effect, complete=complete, errors=errors)
     findings = _findings(trials)
     why += _unpredicted(findings)
     document = {

@@ -59,7 +59,7 @@ def _trial_line(trial: Mapping[str, Any]) -> str:
     from rich.markup import escape
 
     if trial["error"]:
-        return f"[red]could not be run: {escape(trial['error'])}"
+        return f"[red]no result: {escape(trial['error'])}"
     bystanders, later = trial["bystanders"], trial["later_streams"]
     harmed = f"[red]{bystanders['harmed']}[/]" if bystanders["harmed"] else "0"
     return f"{harmed} of {bystanders['sent']} bystanders harmed, {later['complete']} of {later['sent']} later streams complete"
@@ -127,6 +127,8 @@ def _table(document: Mapping[str, Any]) -> Any:
 
 
 def _cells(trial: Mapping[str, Any]) -> list[str]:
+    if trial["error"]:
+        return ["not judged", "", "not judged", "unknown", str(trial["race_reports"])]
     bystanders, later = trial["bystanders"], trial["later_streams"]
     statuses = " ".join(f"{status}×{count}" for status, count in bystanders["by_status"].items())
     leaked = " ".join(f"{name} {value:+g}" for name, value in trial["leaked"].items() if value)
