@@ -307,6 +307,8 @@ def test_run_through_the_command_line(text: str, tmp_path: Path) -> None:
         (["experiment", "show", "nothing"], "no built-in"),
         (["report", "/no/such/folder"], "No such file"),
         (["storm", "http://10.0.0.1:1", "--model", "m"], "--i-own-this-target"),
+        (["storm", "http://10.0.0.1:1"], "--i-own-this-target"),
+        (["storm", "http://127.0.0.1:1", "--metrics-url", "http://10.0.0.1:1/metrics"], "10.0.0.1 is not this machine"),
         (["storm", "http://127.0.0.1:1", "--model", "m", "--when", "soon"], "none of incomplete"),
         (["storm", "http://127.0.0.1:1", "--model", "m", "--victims", "9999"], "--max-requests"),
         (["storm", "http://127.0.0.1:1"], "/v1/models"),

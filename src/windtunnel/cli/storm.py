@@ -60,9 +60,8 @@ def storm(
     """
     from windtunnel.cli.glue import fail, run_stoppable
     from windtunnel.lab.experiment_file import Environment, storm_plan, with_settings
-    from windtunnel.lab.plan import check_target_allowed
     from windtunnel.lab.storm import describe
-    from windtunnel.lab.target import TargetError
+    from windtunnel.lab.target import TargetError, check_hosts
 
     try:
         values = {
@@ -85,11 +84,12 @@ def storm(
             "max_duration": max_duration,
         }
         plan = storm_plan(with_settings(values, setting or []), seed=seed)
-        target = _target(url, model, header or [], metrics_url or [], watch or [], dry_run=dry_run)
+        target = _target(url, model, header or [], metrics_url or [], watch or [])
         if dry_run:
             typer.echo(describe(target, plan))
             return
-        check_target_allowed(target.origin.host, owned=owned)
+        check_hosts(target, owned=owned)
+        target = _with_model(target, url) if model is None else target
         result = run_stoppable(lambda stop: _run(target, plan, stop, server_pid))
     except (ValueError, TargetError, Environment) as error:
         fail(str(error))
@@ -101,17 +101,22 @@ def _moments(text: str) -> dict[str, Any]:
     return {"when": first, "also": others}
 
 
-def _target(
-    url: str, model: str | None, headers: list[str], metrics: list[str], watch: list[str], *, dry_run: bool
-) -> "Target":
-    import asyncio
-
-    from windtunnel.lab.target import find_model, make_target
+def _target(url: str, model: str | None, headers: list[str], metrics: list[str], watch: list[str]) -> "Target":
+    """Nothing is sent yet: a model that is not named is `MODEL`."""
+    from windtunnel.lab.target import make_target
 
     pairs = dict(_header(line) for line in headers)
-    if model is None:
-        model = "MODEL" if dry_run else asyncio.run(find_model(url, pairs))
-    return make_target(url, model, headers=pairs, metrics_urls=metrics, watch=watch)
+    return make_target(url, model or "MODEL", headers=pairs, metrics_urls=metrics, watch=watch)
+
+
+def _with_model(target: "Target", url: str) -> "Target":
+    """The target with the first model that it lists."""
+    import asyncio
+    from dataclasses import replace
+
+    from windtunnel.lab.target import find_model
+
+    return replace(target, model=asyncio.run(find_model(url, target.headers)))
 
 
 def _header(line: str) -> tuple[str, str]:

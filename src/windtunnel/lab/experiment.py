@@ -23,7 +23,7 @@ from windtunnel.lab.findings import Severity
 from windtunnel.lab.plan import StormPlan, check_target_allowed
 from windtunnel.lab.redact import redact, secrets_of
 from windtunnel.lab.storm import StormEvent, run_storm
-from windtunnel.lab.target import TargetError, find_model, make_target
+from windtunnel.lab.target import TargetError, check_hosts, find_model, make_target
 from windtunnel.lab.verdict import decide, effect_document, holds, observed
 
 FORMAT = 1
@@ -195,7 +195,8 @@ class _Trial:
     async def _storm(self, log: Path, plan: StormPlan, on_event: Callable[[StormEvent], None]) -> dict[str, Any]:
         arm = self.experiment.arm(self.name)
         if arm.url is not None:
-            check_target_allowed(parse_origin(arm.url).host, owned=self.options.owned)
+            for url in (arm.url, arm.ready_url or arm.url):
+                check_target_allowed(parse_origin(url).host, owned=self.options.owned)
         async with running(arm, log, time_scale=self.options.time_scale, seed=plan.seed, stop=self.stop) as server:
             watch = _DeathWatch(server, on_event)
             try:
@@ -212,6 +213,7 @@ class _Trial:
         model = arm.model or await find_model(server.url, arm.headers)
         sources = [fill(one, port=0, more_ports=server.more_ports, time_scale=1.0, seed=0) for one in arm.metrics_urls]
         target = make_target(server.url, model, headers=arm.headers, metrics_urls=sources, watch=arm.watch)
+        check_hosts(target, owned=self.options.owned)
         return storm_document(await run_storm(target, plan, stop=self.stop, on_event=on_event, pid=server.pid))
 
 

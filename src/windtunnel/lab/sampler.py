@@ -119,7 +119,7 @@ async def scrape(target: Target, url: MetricsUrl) -> list[Series]:
     """The series of one source. Raises ScrapeError."""
     try:
         async with asyncio.timeout(SCRAPE_TIMEOUT_NS / 1e9):
-            answer: Answer = await fetch(url.origin, "GET", url.path, target.headers)
+            answer: Answer = await fetch(url.origin, "GET", url.path, target.headers_for(url.origin))
     except TimeoutError:
         raise ScrapeError(f"no answer within {SCRAPE_TIMEOUT_NS / 1e9:g} s", None) from None
     except (OSError, ConnectionCut, MalformedResponse) as error:

@@ -265,7 +265,8 @@ class _Storm:
         path = _MODELS_PATH if kind.path == "/metrics" and self.sampler.blind else kind.path or base.path
         try:
             async with asyncio.timeout(session.timeout_ns / 1e9):
-                answer = await fetch(base.origin, "GET", base.path if path == "/metrics" else path, session.target.headers)
+                headers = session.target.headers_for(base.origin)
+                answer = await fetch(base.origin, "GET", base.path if path == "/metrics" else path, headers)
             status = answer.status
             error = "an empty body" if status == 200 and not answer.body else None
         except TimeoutError:

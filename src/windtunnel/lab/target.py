@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from windtunnel.core.units import MS
 from windtunnel.lab.connection import ConnectionCut, MalformedResponse, Origin, fetch, parse_origin
-from windtunnel.lab.plan import Api
+from windtunnel.lab.plan import Api, check_target_allowed, is_local
 
 SERIES_LIMIT = 50_000
 
@@ -177,6 +177,11 @@ class Target:
         """Requests go to the API's path; a base URL that ends in `/v1` already has its first part."""
         return api.path.removeprefix("/v1") if self.origin.prefix.endswith("/v1") else api.path
 
+    def headers_for(self, origin: Origin) -> Mapping[str, str]:
+        """The headers may hold the target's key: a metrics source on another host does not get them."""
+        same = origin.host == self.origin.host or (is_local(origin.host) and is_local(self.origin.host))
+        return self.headers if same else {}
+
 
 class TargetError(RuntimeError):
     """The target cannot be used as it is: unreachable, or it does not answer a plain request."""
@@ -243,6 +248,12 @@ def read_counters(series: Sequence[Series], counters: Iterable[Counter]) -> dict
 
 def _matches(series: Series, gauge: Gauge) -> bool:
     return all(series.labels.get(name) == value for name, value in gauge.labels)
+
+
+def check_hosts(target: Target, *, owned: bool) -> None:
+    """The target's and each metrics source's, before any byte is sent to them. Raises PlanError."""
+    for origin in (target.origin, *(url.origin for url in target.metrics)):
+        check_target_allowed(origin.host, owned=owned)
 
 
 def parse_metrics_url(url: str) -> MetricsUrl:
