@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Iterator
@@ -293,6 +294,24 @@ def test_run_through_the_command_line(text: str, tmp_path: Path) -> None:
     (out / "report.html").unlink()
     assert CliRunner().invoke(app, ["report", str(out)]).exit_code == 0
     assert (out / "report.html").exists()
+
+
+def test_a_late_environment_error_keeps_the_trials_before_it(text: str, tmp_path: Path) -> None:
+    seed = next(seed for seed in range(20) if schedule(2, seed)[0][1] == "control")
+    (tmp_path / "fake.toml").write_text(text, "utf-8")
+    out = tmp_path / "out"
+    bad = shlex.join([sys.executable, "-c", "raise SystemExit('API_KEY=hunter22')"])
+    arguments = ["experiment", "run", str(tmp_path / "fake.toml"), "--out", str(out), "--seed", str(seed)]
+    result = CliRunner().invoke(app, [*arguments, "--treatment-cmd", bad])
+    assert result.exit_code == 2
+    assert "treatment, trial 1: the server exited with 1 before it was ready" in result.stderr
+    assert "hunter22" not in result.output
+    document = json.loads((out / "result.json").read_text("utf-8"))
+    jsonschema.Draft202012Validator(schema()).validate(document)
+    assert document["verdict"] == "inconclusive"
+    assert [len(document["arms"][arm]["trials"]) for arm in ("control", "treatment")] == [1, 1]
+    assert document["arms"]["control"]["trials"][0]["bystanders"]["sent"] == 12
+    assert {path.name for path in out.iterdir()} >= {"report.html", "junit.xml"}
 
 
 @pytest.mark.parametrize(

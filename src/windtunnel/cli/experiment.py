@@ -89,6 +89,8 @@ def _run_and_deliver(name: str, options: "Options", *, as_json: bool) -> str:
     except (ValueError, OSError, TargetError, Environment) as error:
         fail(str(error))
     _deliver(document, options.out, as_json=as_json)
+    if document["environment_error"]:
+        fail(document["environment_error"])
     verdict: str = document["verdict"]
     return verdict
 

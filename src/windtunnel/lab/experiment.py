@@ -116,12 +116,16 @@ def schedule(trials: int, seed: int) -> list[tuple[int, ArmName]]:
 async def run_experiment(
     experiment: Experiment, options: Options, *, stop: asyncio.Event | None = None, watch: Watcher | None = None
 ) -> dict[str, Any]:
-    """The document of a whole run. Raises Environment when an arm cannot be started in its first trial."""
+    """The document of a whole run. Raises Environment when the very first trial cannot be run.
+
+    A later one ends the run, and the document says `inconclusive` with the trials there are.
+    """
     experiment = with_options(experiment, options)
     stop = stop or asyncio.Event()
     started_at = datetime.now(UTC)
     trials: dict[ArmName, list[dict[str, Any]]] = {name: [] for name in ARMS}
     order = schedule(experiment.trials, experiment.seed)
+    environment: str | None = None
     _check_templates(experiment)
     with tempfile.TemporaryDirectory(prefix="windtunnel-") as scratch:
         logs = options.out or Path(scratch)
@@ -130,12 +134,19 @@ async def run_experiment(
                 break
             runner = _Trial(experiment, options, name, trial, logs, stop)
             tell = partial(_tell, watch, name, trial, done, len(order))
-            document = await runner.run(tell, first=not trials[name])
+            document = await runner.run(tell, first=done == 0)
             trials[name].append({**document, "order": done})
             tell(document=document)
-            if _significant_already(experiment, options, trials):
+            environment = _environment_error(document)
+            if environment or _significant_already(experiment, options, trials):
                 break
-    return make_document(experiment, options, trials, started_at, interrupted=stop.is_set())
+    return make_document(experiment, options, trials, started_at, interrupted=stop.is_set(), environment=environment)
+
+
+def _environment_error(trial: Mapping[str, Any]) -> str | None:
+    """Why the trial could not be run; None also for a server that died in it."""
+    died = any(finding["name"] == SERVER_DIED for finding in trial["findings"])
+    return None if died or trial["error"] is None else f"{trial['arm']}, trial {trial['trial']}: {trial['error']}"
 
 
 def _significant_already(experiment: Experiment, options: Options, trials: Mapping[ArmName, list[dict[str, Any]]]) -> bool:
@@ -185,9 +196,10 @@ class _Trial:
         except Stopped:
             document = {**_empty_trial(), "interrupted": "stopped"}
         except (TargetError, Environment, ValueError) as failure:
+            message = redact(str(failure), _secrets(self.experiment))
             if first:
-                raise Environment(f"{self.name}, trial {self.trial + 1}: {failure}") from failure
-            document = {**_empty_trial(), "error": str(failure)}
+                raise Environment(f"{self.name}, trial {self.trial + 1}: {message}") from failure
+            document = {**_empty_trial(), "error": message}
         matches = count_patterns(log, arm.log_patterns)
         races = matches.get(RACE_PATTERN, 0)
         return {**head, "error": None, **document, "race_reports": races, "log_matches": matches}
@@ -291,6 +303,7 @@ def make_document(
     started_at: datetime,
     *,
     interrupted: bool,
+    environment: str | None = None,
 ) -> dict[str, Any]:
     """Predictions, effect, verdict and findings over the trials there are."""
     good = {name: valid(trials[name]) for name in ARMS}
@@ -300,7 +313,7 @@ def make_document(
     ]
     effect = effect_document(experiment.effect, good["control"], good["treatment"])
     effect |= {"aa": options.aa is not None, "looks": options.looks}
-    complete = not interrupted and all(good.values())
+    complete = not interrupted and environment is None and all(good.values())
     errors = [trial["error"] for name in ARMS for trial in trials[name] if trial["error"] is not None]
     verdict, why = decide([one["holds"] for one in predictions], effect, complete=complete, errors=errors)
     findings = _findings(trials)
@@ -313,6 +326,7 @@ def make_document(
         "verdict": verdict,
         "why": why,
         "interrupted": interrupted,
+        "environment_error": environment,
         "predictions": predictions,
         "effect": effect,
         "arms": {name: _arm_document(experiment, name, trials[name]) for name in ARMS},
@@ -326,9 +340,13 @@ def make_document(
         "versions": versions(),
         "reproduce": reproduce(experiment, options),
     }
-    arms = [experiment.arm(name) for name in ARMS]
-    cleaned: dict[str, Any] = redact(document, {one for arm in arms for one in secrets_of(arm.headers) | secrets_of(arm.env)})
+    cleaned: dict[str, Any] = redact(document, _secrets(experiment))
     return cleaned
+
+
+def _secrets(experiment: Experiment) -> set[str]:
+    arms = [experiment.arm(name) for name in ARMS]
+    return {one for arm in arms for one in secrets_of(arm.headers) | secrets_of(arm.env)}
 
 
 def _unpredicted(findings: Sequence[Mapping[str, Any]]) -> str:
