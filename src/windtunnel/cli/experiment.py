@@ -112,7 +112,7 @@ def _deliver(document: dict[str, Any], out: Path | None, *, as_json: bool) -> No
     if out is not None:
         write_all(document, out)
     if as_json:
-        typer.echo(json.dumps(document, indent=2))
+        typer.echo(json.dumps(document, indent=2, allow_nan=False))
     else:
         print_experiment(document, out)
 

@@ -144,7 +144,7 @@ def _show(target: "Target", result: "StormResult", *, as_json: bool) -> None:
 
     document = storm_report(target, result, reproduce=shlex.join(["windtunnel", *sys.argv[1:]]))
     if as_json:
-        typer.echo(json.dumps(document, indent=2))
+        typer.echo(json.dumps(document, indent=2, allow_nan=False))
     else:
         print_storm(document)
     victims = document["victims"]

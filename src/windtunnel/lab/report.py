@@ -50,7 +50,7 @@ def write_all(document: Document, folder: Path) -> list[Path]:
     """Write result.json, report.html and junit.xml; returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     files = {
-        RESULT_NAME: json.dumps(document, indent=2) + "\n",
+        RESULT_NAME: json.dumps(document, indent=2, allow_nan=False) + "\n",
         REPORT_NAME: html(document),
         JUNIT_NAME: junit_xml(document),
     }

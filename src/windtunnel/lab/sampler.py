@@ -17,6 +17,7 @@ from windtunnel.lab.target import (
     TargetError,
     Watch,
     gauges_of,
+    not_numbers,
     parse_metrics,
     read_counters,
     read_gauges,
@@ -48,6 +49,8 @@ class Sampler:
         """The server's process, when it is ours to see."""
         self._session = session
         self._listeners: list[Callable[[Sample], None]] = []
+        self.not_numbers: set[str] = set()
+        """Gauges that were NaN or infinite in a sample."""
 
     @property
     def kind(self) -> Kind:
@@ -85,7 +88,9 @@ class Sampler:
         try:
             for url, kind in self.kinds:
                 series = await scrape(session.target, url)
-                _add(gauges, read_gauges(series, gauges_of(kind, session.target.watch)))
+                watched = gauges_of(kind, session.target.watch)
+                self.not_numbers |= not_numbers(series, watched)
+                _add(gauges, read_gauges(series, watched))
                 _add(counters, read_counters(series, kind.counters))
             status = 200
         except ScrapeError as failure:

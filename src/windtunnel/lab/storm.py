@@ -410,6 +410,9 @@ class _Storm:
             streams = judge(streams, Known(record.ask for record in streams), exact_length=self._exact)
         if self.states.missed:
             self._notes.append(f"{self.states.missed} victims left without having been seen in the state they waited for")
+        if self.sampler.not_numbers:
+            names = ", ".join(sorted(self.sampler.not_numbers))
+            self._notes.append(f"{names}: NaN or infinite in some samples, taken as missing there")
         victims = [record for record in streams if record.ask.role is Role.VICTIM]
         if victims and not any(record.left_ns for record in victims):
             self._notes.append("no victim left: all had ended before their moment came; raise max_tokens or leave earlier")

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from math import isfinite
 from typing import NamedTuple
 
 from windtunnel.core.units import MS
@@ -224,11 +225,11 @@ def gauges_of(kind: Kind, watch: Iterable[str]) -> tuple[Gauge, ...]:
 
 
 def read_gauges(series: Sequence[Series], gauges: Iterable[Gauge]) -> dict[str, float]:
-    """The value of each gauge that is present."""
+    """The value of each gauge that is present; NaN and infinities are as good as missing."""
     out: dict[str, float] = {}
     for gauge in gauges:
         for name in gauge.names:
-            values = [one.value for one in series if one.name == name and _matches(one, gauge)]
+            values = [one.value for one in series if one.name == name and _matches(one, gauge) and isfinite(one.value)]
             if values:
                 out[gauge.key] = gauge.scale * (max(values) if gauge.watch is Watch.KV else sum(values))
                 break
@@ -239,11 +240,17 @@ def read_counters(series: Sequence[Series], counters: Iterable[Counter]) -> dict
     out: dict[str, float] = {}
     for counter in counters:
         for one in series:
-            if one.name == counter.name:
+            if one.name == counter.name and isfinite(one.value):
                 values = ",".join(one.labels.get(label, "") for label in (counter.by or "").split(","))
                 key = f"{counter.key}{{{values}}}" if counter.by else counter.key
                 out[key] = out.get(key, 0.0) + one.value
     return out
+
+
+def not_numbers(series: Sequence[Series], gauges: Iterable[Gauge]) -> set[str]:
+    """The names of gauges' series that are NaN or infinite."""
+    names = {name for gauge in gauges for name in gauge.names}
+    return {one.name for one in series if one.name in names and not isfinite(one.value)}
 
 
 def _matches(series: Series, gauge: Gauge) -> bool:
