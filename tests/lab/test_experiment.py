@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 from windtunnel.cli import experiment as experiment_command
 from windtunnel.cli import report as report_command
 from windtunnel.cli import storm as storm_command
+from windtunnel.lab import arms
 from windtunnel.lab.arms import count_patterns, fill, free_ports, running
 from windtunnel.lab.experiment import Options, Progress, run_experiment, schedule, with_options
 from windtunnel.lab.experiment_file import Arm, Environment, Experiment
@@ -162,6 +163,20 @@ async def test_a_server_that_exits_is_an_environment_error(tmp_path: Path) -> No
     with pytest.raises(Environment, match=r"exited with 1 before it was ready(?s:.*)no such model"):
         async with running(arm, tmp_path / "log", time_scale=1, seed=0):
             pass
+
+
+@pytest.mark.parametrize(("more", "cut"), [(-1, False), (1_000, True)])
+async def test_logs_have_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: int, cut: bool) -> None:
+    monkeypatch.setattr(arms, "LOG_LIMIT_BYTES", 50_000)
+    log = tmp_path / "log"
+    chatty = f"import sys; sys.stdout.write('x' * {50_000 + more})"
+    with pytest.raises(Environment, match="before it was ready"):
+        async with running(Arm(command=shlex.join([sys.executable, "-c", chatty])), log, time_scale=1, seed=0):
+            pass
+    assert log.read_bytes()[:50_000] == b"x" * min(50_000, 50_000 + more)
+    assert log.stat().st_size < 50_100
+    assert arms.is_cut(log) is cut
+    assert (arms.LOG_LIMIT_NOTE in log.read_text("utf-8")) is cut
 
 
 async def test_a_command_that_does_not_exist_is_an_environment_error(tmp_path: Path) -> None:

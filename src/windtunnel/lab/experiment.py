@@ -15,7 +15,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from windtunnel.lab.arms import Running, Stopped, count_patterns, fill, running
+from windtunnel.lab.arms import LOG_LIMIT_NOTE, Running, Stopped, count_patterns, fill, is_cut, running
 from windtunnel.lab.connection import parse_origin
 from windtunnel.lab.document import plan_document, storm_document, versions
 from windtunnel.lab.experiment_file import Arm, ArmName, Environment, Experiment, Prediction
@@ -200,6 +200,8 @@ class _Trial:
             if first:
                 raise Environment(f"{self.name}, trial {self.trial + 1}: {message}") from failure
             document = {**_empty_trial(), "error": message}
+        if is_cut(log):
+            document = {**document, "notes": [*document["notes"], LOG_LIMIT_NOTE]}
         matches = count_patterns(log, arm.log_patterns)
         races = matches.get(RACE_PATTERN, 0)
         return {**head, "error": None, **document, "race_reports": races, "log_matches": matches}
