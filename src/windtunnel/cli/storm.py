@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 HOW_HELP = "fin, rst, half-close, stop-reading, timeout-retry, abort-id, kill, or a comma list that victims take in turns"
 WHEN_HELP = "incomplete, sent, queued, prefill, transfer, between-legs, head, tokens:N, end:N, after:50ms, or a comma list"
 
-SET_HELP = "KEY=VALUE of the [storm] table of an experiment file, such as ramp=2s or victim.n=2; may be repeated"
+SET_HELP = "KEY=VALUE of the table `storm` of an experiment file, such as ramp=2s or victim.n=2; may be repeated"
 
 
 def register(app: typer.Typer) -> None:
