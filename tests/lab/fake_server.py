@@ -38,6 +38,8 @@ DEFECTS = {
     "slow-after": "survivor_slowdown",
 }
 """Defect → the finding that it must raise."""
+EXIT_STATUS = 7
+"""With which it ends by itself where it is told to."""
 
 
 @dataclass
@@ -52,6 +54,8 @@ class FakeServer:
     waiting: int = 0
     kv: float = 0.0
     generated: int = 0
+    exit_after_tokens: int = 0
+    """So many tokens, then the whole process ends; 0: never."""
     finished: int = 0
     left: int = 0
     harmed: int = 0
@@ -201,6 +205,8 @@ class FakeServer:
         for at, word in enumerate(words):
             await asyncio.sleep(itl_s * (20 if self.has("slow-after") else 1))
             self.generated += 1
+            if 0 < self.exit_after_tokens <= self.generated:
+                os._exit(EXIT_STATUS)
             if f"{request_id}-0" in self.aborted or (at == 2 and self.has("abort-others")):
                 chunk(writer, json.dumps({"id": request_id, "choices": [{"index": 0, "text": "", "finish_reason": "abort"}]}))
                 break
@@ -234,6 +240,7 @@ async def answer(writer: asyncio.StreamWriter, status: int, body: str) -> None:
 
 async def main(arguments: argparse.Namespace) -> None:
     server = FakeServer(frozenset(arguments.defect), arguments.itl_ms / 1e3)
+    server.exit_after_tokens = arguments.exit_after_tokens
     await server.start(arguments.port)
     if arguments.pids:
         (arguments.pids / str(os.getpid())).touch()
@@ -247,6 +254,7 @@ if __name__ == "__main__":
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--defect", action="append", default=[], choices=sorted(DEFECTS))
     parser.add_argument("--itl-ms", type=float, default=2.0)
+    parser.add_argument("--exit-after-tokens", type=int, default=0)
     parser.add_argument("--races", type=int, default=0)
     parser.add_argument("--pids", type=Path, help="a folder in which this process leaves its id as a file name")
     asyncio.run(main(parser.parse_args()))

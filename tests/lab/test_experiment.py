@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Iterator
@@ -14,11 +15,13 @@ import jsonschema
 import pytest
 import typer
 from tests.lab.conftest import server_command, until
+from tests.lab.fake_server import EXIT_STATUS
 from typer.testing import CliRunner
 
 from windtunnel.cli import experiment as experiment_command
 from windtunnel.cli import report as report_command
 from windtunnel.cli import storm as storm_command
+from windtunnel.lab import arms
 from windtunnel.lab.arms import count_patterns, fill, free_ports, running
 from windtunnel.lab.experiment import Options, Progress, run_experiment, schedule, with_options
 from windtunnel.lab.experiment_file import Arm, Environment, Experiment
@@ -162,6 +165,20 @@ async def test_a_server_that_exits_is_an_environment_error(tmp_path: Path) -> No
             pass
 
 
+@pytest.mark.parametrize(("more", "cut"), [(-1, False), (1_000, True)])
+async def test_logs_have_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: int, cut: bool) -> None:
+    monkeypatch.setattr(arms, "LOG_LIMIT_BYTES", 50_000)
+    log = tmp_path / "log"
+    chatty = f"import sys; sys.stdout.write('x' * {50_000 + more})"
+    with pytest.raises(Environment, match="before it was ready"):
+        async with running(Arm(command=shlex.join([sys.executable, "-c", chatty])), log, time_scale=1, seed=0):
+            pass
+    assert log.read_bytes()[:50_000] == b"x" * min(50_000, 50_000 + more)
+    assert log.stat().st_size < 50_100
+    assert arms.is_cut(log) is cut
+    assert (arms.LOG_LIMIT_NOTE in log.read_text("utf-8")) is cut
+
+
 async def test_a_command_that_does_not_exist_is_an_environment_error(tmp_path: Path) -> None:
     with pytest.raises(Environment, match="cannot start /no/such/program"):
         async with running(Arm(command="/no/such/program"), tmp_path / "log", time_scale=1, seed=0):
@@ -231,6 +248,25 @@ async def test_stop_keeps_what_there_is(experiment: Experiment, pids: Path) -> N
     assert alive(pids) == []
 
 
+@pytest.mark.parametrize("tokens", [4, 25])
+async def test_a_server_that_ends_by_itself_is_no_harm(experiment: Experiment, tokens: int) -> None:
+    """In its first plain answer, or while its clients leave."""
+    options = Options(commands={"control": server_command("--exit-after-tokens", str(tokens))})
+    document = await run_experiment(experiment, options)
+    jsonschema.Draft202012Validator(schema()).validate(json.loads(json.dumps(document)))
+    message = f"the server ended by itself with exit status {EXIT_STATUS}"
+    trials = document["arms"]["control"]["trials"]
+    assert [trial["error"] for trial in trials] == [message] * 2
+    assert {value for trial in trials for value in trial["leaked"].values()} == {None}
+    assert [(one["arm"], one["name"], one["severity"], one["evidence"]) for one in document["findings"]] == [
+        ("control", "server_died", "high", [message])
+    ] * 2
+    assert [one["holds"] for one in document["predictions"]] == [None, True]
+    assert document["verdict"] == "inconclusive"
+    assert message in document["why"]
+    assert message in html(document)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 async def test_signals_write_the_document_and_leave_no_process(text: str, tmp_path: Path, pids: Path, number: int) -> None:
     (tmp_path / "fake.toml").write_text(text.replace("victims = 3", 'victims = 3\nwhen = "after:5m"'), "utf-8")
@@ -275,6 +311,24 @@ def test_run_through_the_command_line(text: str, tmp_path: Path) -> None:
     assert (out / "report.html").exists()
 
 
+def test_a_late_environment_error_keeps_the_trials_before_it(text: str, tmp_path: Path) -> None:
+    seed = next(seed for seed in range(20) if schedule(2, seed)[0][1] == "control")
+    (tmp_path / "fake.toml").write_text(text, "utf-8")
+    out = tmp_path / "out"
+    bad = shlex.join([sys.executable, "-c", "raise SystemExit('API_KEY=hunter22')"])
+    arguments = ["experiment", "run", str(tmp_path / "fake.toml"), "--out", str(out), "--seed", str(seed)]
+    result = CliRunner().invoke(app, [*arguments, "--treatment-cmd", bad])
+    assert result.exit_code == 2
+    assert "treatment, trial 1: the server exited with 1 before it was ready" in result.stderr
+    assert "hunter22" not in result.output
+    document = json.loads((out / "result.json").read_text("utf-8"))
+    jsonschema.Draft202012Validator(schema()).validate(document)
+    assert document["verdict"] == "inconclusive"
+    assert [len(document["arms"][arm]["trials"]) for arm in ("control", "treatment")] == [1, 1]
+    assert document["arms"]["control"]["trials"][0]["bystanders"]["sent"] == 12
+    assert {path.name for path in out.iterdir()} >= {"report.html", "junit.xml"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -287,6 +341,8 @@ def test_run_through_the_command_line(text: str, tmp_path: Path) -> None:
         (["experiment", "show", "nothing"], "no built-in"),
         (["report", "/no/such/folder"], "No such file"),
         (["storm", "http://10.0.0.1:1", "--model", "m"], "--i-own-this-target"),
+        (["storm", "http://10.0.0.1:1"], "--i-own-this-target"),
+        (["storm", "http://127.0.0.1:1", "--metrics-url", "http://10.0.0.1:1/metrics"], "10.0.0.1 is not this machine"),
         (["storm", "http://127.0.0.1:1", "--model", "m", "--when", "soon"], "none of incomplete"),
         (["storm", "http://127.0.0.1:1", "--model", "m", "--victims", "9999"], "--max-requests"),
         (["storm", "http://127.0.0.1:1"], "/v1/models"),

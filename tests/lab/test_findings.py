@@ -9,6 +9,7 @@ from tests.lab.fake_server import DEFECTS, FakeServer
 
 from windtunnel.core.units import MS, S
 from windtunnel.lab.connection import How
+from windtunnel.lab.document import storm_document
 from windtunnel.lab.findings import KINDS, Finding, find
 from windtunnel.lab.plan import METRICS_BYSTANDER, Moment, Role, Shape, StormPlan, Trigger
 from windtunnel.lab.record import End, StormResult
@@ -72,6 +73,25 @@ async def test_a_target_without_metrics_is_still_watched_from_its_answers() -> N
     assert result.samples == ()
     found = names(find(await blow(PLAN, "no-metrics", "short")))
     assert found == ["corrupt_stream"]
+
+
+@pytest.mark.parametrize("later", [6, 0])
+async def test_a_server_that_is_gone_is_unreachable_not_wedged(later: int) -> None:
+    result = await blow(replace(PLAN, later=later), "leak-slot")
+    probe = next(one for one in reversed(result.streams) if one.ask.role is Role.PROBE)
+    streams = tuple(
+        replace(one, end=End.REFUSED, status=None, words=(), fault=None)
+        if one.ask.role is Role.LATER or (not later and one is probe)
+        else one
+        for one in result.streams
+    )
+    gone = replace(result, streams=streams)
+    assert "wedged" not in names(find(gone))
+    assert (
+        "the server no longer accepts connections" in next(one for one in find(gone) if one.name == "unreachable").evidence[0]
+    )
+    assert set(storm_document(gone)["leaked"].values()) == {None}
+    assert "unreachable" not in names(find(result))
 
 
 async def test_crossed_words_are_traced_to_their_owner() -> None:

@@ -5,7 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from windtunnel.lab.target import KINDS, UNKNOWN, gauges_of, parse_metrics, read_counters, read_gauges, recognise
+from windtunnel.lab.target import (
+    KINDS,
+    UNKNOWN,
+    gauges_of,
+    make_target,
+    not_numbers,
+    parse_metrics,
+    read_counters,
+    read_gauges,
+    recognise,
+)
 
 GOLDEN = Path(os.environ.get("WINDTUNNEL_GOLDEN", Path(__file__).parents[3] / "shared" / "golden")) / "vllm"
 
@@ -39,6 +49,23 @@ def test_engines_are_added_up_and_usages_are_not() -> None:
         for rank in range(2)
     )
     assert read(text)[1] == {"running": 3, "kv_usage": 0.2}
+
+
+def test_headers_stay_on_the_targets_host() -> None:
+    headers = {"authorization": "Bearer secret"}
+    urls = ["http://127.0.0.1:2/metrics", "http://localhost:3", "http://10.0.0.1:1/metrics"]
+    target = make_target("http://127.0.0.1:1", "m", headers=headers, metrics_urls=urls)
+    assert [target.headers_for(url.origin) for url in target.metrics] == [headers, headers, {}]
+
+
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "-Inf"])
+def test_what_is_no_number_is_missing(value: str) -> None:
+    text = SGLANG.replace('num_running_reqs{tp_rank="0"} 3.0', f'num_running_reqs{{tp_rank="0"}} {value}')
+    kind, gauges, _ = read(text)
+    assert gauges.keys() == {"waiting", "kv_usage", "num_prefill_inflight_queue_reqs"}
+    series = parse_metrics(text)
+    assert not_numbers(series, gauges_of(recognise(series), ())) == {"sglang:num_running_reqs"}
+    assert kind == "sglang"
 
 
 def test_counters_split_by_label() -> None:

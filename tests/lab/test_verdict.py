@@ -93,6 +93,15 @@ def test_verdicts(predictions: list[bool | None], effect: dict[str, Any], comple
     assert decide(predictions, effect, complete=complete)[0] == verdict
 
 
+def test_a_trial_that_could_not_be_judged_stands_in_the_way_of_confirmed_only() -> None:
+    assert decide([True], EFFECT, complete=True, errors=["it died"]) == (
+        "inconclusive",
+        "1 trial could not be judged (it died)",
+    )
+    assert decide([True, False], EFFECT, complete=True, errors=["it died"])[0] == "mixed"
+    assert decide([False], EFFECT, complete=True, errors=["it died"])[0] == "refuted"
+
+
 def test_exit_codes() -> None:
     assert EXIT_CODES == {"confirmed": 0, "refuted": 1, "mixed": 1, "inconclusive": 3}
 

@@ -89,6 +89,8 @@ def _run_and_deliver(name: str, options: "Options", *, as_json: bool) -> str:
     except (ValueError, OSError, TargetError, Environment) as error:
         fail(str(error))
     _deliver(document, options.out, as_json=as_json)
+    if document["environment_error"]:
+        fail(document["environment_error"])
     verdict: str = document["verdict"]
     return verdict
 
@@ -110,7 +112,7 @@ def _deliver(document: dict[str, Any], out: Path | None, *, as_json: bool) -> No
     if out is not None:
         write_all(document, out)
     if as_json:
-        typer.echo(json.dumps(document, indent=2))
+        typer.echo(json.dumps(document, indent=2, allow_nan=False))
     else:
         print_experiment(document, out)
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 HOW_HELP = "fin, rst, half-close, stop-reading, timeout-retry, abort-id, kill, or a comma list that victims take in turns"
 WHEN_HELP = "incomplete, sent, queued, prefill, transfer, between-legs, head, tokens:N, end:N, after:50ms, or a comma list"
 
-SET_HELP = "KEY=VALUE of the [storm] table of an experiment file, such as ramp=2s or victim.n=2; may be repeated"
+SET_HELP = "KEY=VALUE of the table `storm` of an experiment file, such as ramp=2s or victim.n=2; may be repeated"
 
 
 def register(app: typer.Typer) -> None:
@@ -60,9 +60,8 @@ def storm(
     """
     from windtunnel.cli.glue import fail, run_stoppable
     from windtunnel.lab.experiment_file import Environment, storm_plan, with_settings
-    from windtunnel.lab.plan import check_target_allowed
     from windtunnel.lab.storm import describe
-    from windtunnel.lab.target import TargetError
+    from windtunnel.lab.target import TargetError, check_hosts
 
     try:
         values = {
@@ -85,11 +84,12 @@ def storm(
             "max_duration": max_duration,
         }
         plan = storm_plan(with_settings(values, setting or []), seed=seed)
-        target = _target(url, model, header or [], metrics_url or [], watch or [], dry_run=dry_run)
+        target = _target(url, model, header or [], metrics_url or [], watch or [])
         if dry_run:
             typer.echo(describe(target, plan))
             return
-        check_target_allowed(target.origin.host, owned=owned)
+        check_hosts(target, owned=owned)
+        target = _with_model(target, url) if model is None else target
         result = run_stoppable(lambda stop: _run(target, plan, stop, server_pid))
     except (ValueError, TargetError, Environment) as error:
         fail(str(error))
@@ -101,17 +101,22 @@ def _moments(text: str) -> dict[str, Any]:
     return {"when": first, "also": others}
 
 
-def _target(
-    url: str, model: str | None, headers: list[str], metrics: list[str], watch: list[str], *, dry_run: bool
-) -> "Target":
-    import asyncio
-
-    from windtunnel.lab.target import find_model, make_target
+def _target(url: str, model: str | None, headers: list[str], metrics: list[str], watch: list[str]) -> "Target":
+    """Nothing is sent yet: a model that is not named is `MODEL`."""
+    from windtunnel.lab.target import make_target
 
     pairs = dict(_header(line) for line in headers)
-    if model is None:
-        model = "MODEL" if dry_run else asyncio.run(find_model(url, pairs))
-    return make_target(url, model, headers=pairs, metrics_urls=metrics, watch=watch)
+    return make_target(url, model or "MODEL", headers=pairs, metrics_urls=metrics, watch=watch)
+
+
+def _with_model(target: "Target", url: str) -> "Target":
+    """The target with the first model that it lists."""
+    import asyncio
+    from dataclasses import replace
+
+    from windtunnel.lab.target import find_model
+
+    return replace(target, model=asyncio.run(find_model(url, target.headers)))
 
 
 def _header(line: str) -> tuple[str, str]:
@@ -139,7 +144,7 @@ def _show(target: "Target", result: "StormResult", *, as_json: bool) -> None:
 
     document = storm_report(target, result, reproduce=shlex.join(["windtunnel", *sys.argv[1:]]))
     if as_json:
-        typer.echo(json.dumps(document, indent=2))
+        typer.echo(json.dumps(document, indent=2, allow_nan=False))
     else:
         print_storm(document)
     victims = document["victims"]

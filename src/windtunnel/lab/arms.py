@@ -21,8 +21,13 @@ from windtunnel.lab.experiment_file import Arm, Environment
 
 READY_POLL_NS = 50 * MS
 TERM_PATIENCE_NS = 5 * S
+EXIT_GRACE_NS = 50 * MS
+"""So long after its sockets have closed, a process that ended may still be on its way to its parent."""
 LOG_TAIL_BYTES = 2_000
-LOG_SCAN_LIMIT_BYTES = 64 * 1024 * 1024
+LOG_LIMIT_BYTES = 16 * 1024 * 1024
+"""What a server writes beyond is dropped."""
+LOG_LIMIT_NOTE = f"the server's log was cut at its limit of {LOG_LIMIT_BYTES >> 20} MiB"
+LOG_POLL_NS = 100 * MS
 _PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
 
 
@@ -41,6 +46,16 @@ class Running:
     """The process that was started here."""
     more_ports: tuple[int, ...] = (0, 0, 0)
     """Further ports for the arm's command (`{port2}`, `{port3}`, `{port4}`)."""
+    process: asyncio.subprocess.Process | None = None
+
+    async def exit_status(self) -> int | None:
+        """The status with which the server has ended by itself; None while it runs, or was not started here."""
+        if self.process is None:
+            return None
+        with suppress(TimeoutError):
+            async with asyncio.timeout(EXIT_GRACE_NS / 1e9):
+                await self.process.wait()
+        return self.process.returncode
 
 
 def fill(template: str, *, port: int, time_scale: float, seed: int, more_ports: Sequence[int] = (0, 0, 0)) -> str:
@@ -92,17 +107,48 @@ async def running(
     port, *more = free_ports(4)
     words = [fill(word, port=port, more_ports=more, time_scale=time_scale, seed=seed) for word in shlex.split(arm.command)]
     process = await _start(words, arm.env, log)
+    cutting = asyncio.create_task(_keep_short(log))
     try:
         ready = fill(arm.ready_url or "http://127.0.0.1:{port}/health", port=port, time_scale=time_scale, seed=seed)
         await _wait_ready(ready, arm.ready_timeout_ns, process, log, stop)
         origin = parse_origin(ready)
-        yield Running(f"{origin.scheme}://{origin.authority}", log, process.pid, tuple(more))
+        yield Running(f"{origin.scheme}://{origin.authority}", log, process.pid, tuple(more), process)
     finally:
-        await end(process)
+        cutting.cancel()
+        try:
+            await end(process)
+        finally:
+            _finish_log(log)
+
+
+async def _keep_short(log: Path) -> None:
+    """The server appends, so what is cut off gives its room back while it writes on."""
+    while True:
+        await asyncio.sleep(LOG_POLL_NS / 1e9)
+        _cut(log)
+
+
+def _cut(log: Path) -> bool:
+    if log.stat().st_size <= LOG_LIMIT_BYTES:
+        return False
+    os.truncate(log, LOG_LIMIT_BYTES)
+    return True
+
+
+def _finish_log(log: Path) -> None:
+    if log.exists() and (_cut(log) or log.stat().st_size == LOG_LIMIT_BYTES):
+        with log.open("ab") as out:
+            out.write(f"\n{LOG_LIMIT_NOTE}\n".encode())
+
+
+def is_cut(log: Path) -> bool:
+    """Whether the log of a server that has ended says that it was cut."""
+    return log.exists() and log.stat().st_size > LOG_LIMIT_BYTES
 
 
 async def _start(words: list[str], env: Mapping[str, str], log: Path) -> asyncio.subprocess.Process:
-    with log.open("wb") as out:
+    with log.open("ab") as out:
+        out.truncate(0)
         try:
             return await asyncio.create_subprocess_exec(
                 *words,
@@ -165,7 +211,7 @@ def count_patterns(log: Path | None, patterns: Mapping[str, str]) -> dict[str, i
         return counts
     compiled = {name: re.compile(pattern) for name, pattern in patterns.items()}
     with log.open("rb") as source:
-        for line in source.read(LOG_SCAN_LIMIT_BYTES).decode("utf-8", "replace").splitlines():
+        for line in source.read(LOG_LIMIT_BYTES).decode("utf-8", "replace").splitlines():
             for name, pattern in compiled.items():
                 counts[name] += bool(pattern.search(line))
     return counts

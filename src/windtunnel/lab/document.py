@@ -9,7 +9,7 @@ from typing import Any
 
 import windtunnel
 from windtunnel.lab.connection import How
-from windtunnel.lab.findings import Finding, find, freed_after_ns, zombie_tokens
+from windtunnel.lab.findings import Finding, find, freed_after_ns, is_gone, zombie_tokens
 from windtunnel.lab.latency import spread
 from windtunnel.lab.plan import Role, StormPlan
 from windtunnel.lab.queues import queue_documents
@@ -172,14 +172,14 @@ def _streams(streams: tuple[StreamRecord, ...]) -> dict[str, Any]:
 def _leaked(result: StormResult) -> dict[str, float | None]:
     """Gauges above their baseline at the end: after the probe where one was needed; None where there is no such gauge.
 
-    A storm that became quiet has leaked nothing, whatever ran later.
+    A storm that became quiet has leaked nothing, whatever ran later. Of a server that is gone nothing is known.
     """
     keys = [*LEAK_KEYS, *(key for key, watch in result.watches.items() if watch in ("queue", "other"))]
     base = result.baseline.gauges
     end = result.final
     if result.quiet_ns is not None:
         return {key: 0.0 if key in base else None for key in keys}
-    if end is None:
+    if end is None or is_gone(result):
         return dict.fromkeys(keys, None)
     return {key: round(end.gauges.get(key, 0.0) - base[key], 6) if key in base else None for key in keys}
 

@@ -15,18 +15,20 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from windtunnel.lab.arms import Stopped, count_patterns, fill, running
+from windtunnel.lab.arms import LOG_LIMIT_NOTE, Running, Stopped, count_patterns, fill, is_cut, running
 from windtunnel.lab.connection import parse_origin
 from windtunnel.lab.document import plan_document, storm_document, versions
 from windtunnel.lab.experiment_file import Arm, ArmName, Environment, Experiment, Prediction
+from windtunnel.lab.findings import Severity
 from windtunnel.lab.plan import StormPlan, check_target_allowed
 from windtunnel.lab.redact import redact, secrets_of
 from windtunnel.lab.storm import StormEvent, run_storm
-from windtunnel.lab.target import TargetError, find_model, make_target
+from windtunnel.lab.target import TargetError, check_hosts, find_model, make_target
 from windtunnel.lab.verdict import decide, effect_document, holds, observed
 
 FORMAT = 1
 RACE_PATTERN = "race_reports"
+SERVER_DIED = "server_died"
 ARMS: tuple[ArmName, ArmName] = ("control", "treatment")
 
 
@@ -114,12 +116,16 @@ def schedule(trials: int, seed: int) -> list[tuple[int, ArmName]]:
 async def run_experiment(
     experiment: Experiment, options: Options, *, stop: asyncio.Event | None = None, watch: Watcher | None = None
 ) -> dict[str, Any]:
-    """The document of a whole run. Raises Environment when an arm cannot be started in its first trial."""
+    """The document of a whole run. Raises Environment when the very first trial cannot be run.
+
+    A later one ends the run, and the document says `inconclusive` with the trials there are.
+    """
     experiment = with_options(experiment, options)
     stop = stop or asyncio.Event()
     started_at = datetime.now(UTC)
     trials: dict[ArmName, list[dict[str, Any]]] = {name: [] for name in ARMS}
     order = schedule(experiment.trials, experiment.seed)
+    environment: str | None = None
     _check_templates(experiment)
     with tempfile.TemporaryDirectory(prefix="windtunnel-") as scratch:
         logs = options.out or Path(scratch)
@@ -128,12 +134,19 @@ async def run_experiment(
                 break
             runner = _Trial(experiment, options, name, trial, logs, stop)
             tell = partial(_tell, watch, name, trial, done, len(order))
-            document = await runner.run(tell, first=not trials[name])
+            document = await runner.run(tell, first=done == 0)
             trials[name].append({**document, "order": done})
             tell(document=document)
-            if _significant_already(experiment, options, trials):
+            environment = _environment_error(document)
+            if environment or _significant_already(experiment, options, trials):
                 break
-    return make_document(experiment, options, trials, started_at, interrupted=stop.is_set())
+    return make_document(experiment, options, trials, started_at, interrupted=stop.is_set(), environment=environment)
+
+
+def _environment_error(trial: Mapping[str, Any]) -> str | None:
+    """Why the trial could not be run; None also for a server that died in it."""
+    died = any(finding["name"] == SERVER_DIED for finding in trial["findings"])
+    return None if died or trial["error"] is None else f"{trial['arm']}, trial {trial['trial']}: {trial['error']}"
 
 
 def _significant_already(experiment: Experiment, options: Options, trials: Mapping[ArmName, list[dict[str, Any]]]) -> bool:
@@ -180,26 +193,74 @@ class _Trial:
         head = {"trial": self.trial + 1, "arm": self.name, "seed": seed, "time_scale": self.options.time_scale}
         try:
             document = await self._storm(log, plan, on_event)
-            error = None
         except Stopped:
-            document, error = {**_empty_trial(), "interrupted": "stopped"}, None
+            document = {**_empty_trial(), "interrupted": "stopped"}
         except (TargetError, Environment, ValueError) as failure:
+            message = redact(str(failure), _secrets(self.experiment))
             if first:
-                raise Environment(f"{self.name}, trial {self.trial + 1}: {failure}") from failure
-            document, error = _empty_trial(), str(failure)
+                raise Environment(f"{self.name}, trial {self.trial + 1}: {message}") from failure
+            document = {**_empty_trial(), "error": message}
+        if is_cut(log):
+            document = {**document, "notes": [*document["notes"], LOG_LIMIT_NOTE]}
         matches = count_patterns(log, arm.log_patterns)
         races = matches.get(RACE_PATTERN, 0)
-        return {**head, **document, "race_reports": races, "log_matches": matches, "error": error}
+        return {**head, "error": None, **document, "race_reports": races, "log_matches": matches}
 
     async def _storm(self, log: Path, plan: StormPlan, on_event: Callable[[StormEvent], None]) -> dict[str, Any]:
         arm = self.experiment.arm(self.name)
         if arm.url is not None:
-            check_target_allowed(parse_origin(arm.url).host, owned=self.options.owned)
+            for url in (arm.url, arm.ready_url or arm.url):
+                check_target_allowed(parse_origin(url).host, owned=self.options.owned)
         async with running(arm, log, time_scale=self.options.time_scale, seed=plan.seed, stop=self.stop) as server:
-            model = arm.model or await find_model(server.url, arm.headers)
-            sources = [fill(one, port=0, more_ports=server.more_ports, time_scale=1.0, seed=0) for one in arm.metrics_urls]
-            target = make_target(server.url, model, headers=arm.headers, metrics_urls=sources, watch=arm.watch)
-            return storm_document(await run_storm(target, plan, stop=self.stop, on_event=on_event, pid=server.pid))
+            watch = _DeathWatch(server, on_event)
+            try:
+                document = await self._blow(arm, server, plan, watch.on_event)
+            except TargetError:
+                status = await watch.exit_status()
+                if status is None:
+                    raise
+                return _died(_empty_trial(), status)
+            status = await watch.exit_status()
+            return document if status is None else _died(document, status)
+
+    async def _blow(self, arm: Arm, server: Running, plan: StormPlan, on_event: Callable[[StormEvent], None]) -> dict[str, Any]:
+        model = arm.model or await find_model(server.url, arm.headers)
+        sources = [fill(one, port=0, more_ports=server.more_ports, time_scale=1.0, seed=0) for one in arm.metrics_urls]
+        target = make_target(server.url, model, headers=arm.headers, metrics_urls=sources, watch=arm.watch)
+        check_hosts(target, owned=self.options.owned)
+        return storm_document(await run_storm(target, plan, stop=self.stop, on_event=on_event, pid=server.pid))
+
+
+class _DeathWatch:
+    """Tells a server that ended by itself from one that the drain has ended."""
+
+    def __init__(self, server: Running, on_event: Callable[[StormEvent], None]) -> None:
+        self._server = server
+        self._on_event = on_event
+        self._drained = False
+        self._before_drain: int | None = None
+
+    def on_event(self, event: StormEvent) -> None:
+        if event.phase == "drain" and self._server.process is not None:
+            self._drained, self._before_drain = True, self._server.process.returncode
+        self._on_event(event)
+
+    async def exit_status(self) -> int | None:
+        return self._before_drain if self._drained else await self._server.exit_status()
+
+
+def _died(document: Mapping[str, Any], status: int) -> dict[str, Any]:
+    """The trial of a server that ended by itself: all else that was seen may be a consequence, so nothing of it is judged."""
+    error = f"the server ended by itself with exit status {status}"
+    finding = {
+        "name": SERVER_DIED,
+        "severity": Severity.HIGH.value,
+        "usual_cause": "the server crashed, was killed from outside, or shut itself down: see the end of its log",
+        "count": 1,
+        "evidence": [error],
+    }
+    leaked = dict.fromkeys(document["leaked"], None)
+    return {**document, "leaked": leaked, "findings": [finding], "error": error}
 
 
 def _empty_trial() -> dict[str, Any]:
@@ -244,6 +305,7 @@ def make_document(
     started_at: datetime,
     *,
     interrupted: bool,
+    environment: str | None = None,
 ) -> dict[str, Any]:
     """Predictions, effect, verdict and findings over the trials there are."""
     good = {name: valid(trials[name]) for name in ARMS}
@@ -253,8 +315,9 @@ def make_document(
     ]
     effect = effect_document(experiment.effect, good["control"], good["treatment"])
     effect |= {"aa": options.aa is not None, "looks": options.looks}
-    complete = not interrupted and all(good.values())
-    verdict, why = decide([one["holds"] for one in predictions], effect, complete=complete)
+    complete = not interrupted and environment is None and all(good.values())
+    errors = [trial["error"] for name in ARMS for trial in trials[name] if trial["error"] is not None]
+    verdict, why = decide([one["holds"] for one in predictions], effect, complete=complete, errors=errors)
     findings = _findings(trials)
     why += _unpredicted(findings)
     document = {
@@ -265,6 +328,7 @@ def make_document(
         "verdict": verdict,
         "why": why,
         "interrupted": interrupted,
+        "environment_error": environment,
         "predictions": predictions,
         "effect": effect,
         "arms": {name: _arm_document(experiment, name, trials[name]) for name in ARMS},
@@ -278,9 +342,13 @@ def make_document(
         "versions": versions(),
         "reproduce": reproduce(experiment, options),
     }
-    arms = [experiment.arm(name) for name in ARMS]
-    cleaned: dict[str, Any] = redact(document, {one for arm in arms for one in secrets_of(arm.headers) | secrets_of(arm.env)})
+    cleaned: dict[str, Any] = redact(document, _secrets(experiment))
     return cleaned
+
+
+def _secrets(experiment: Experiment) -> set[str]:
+    arms = [experiment.arm(name) for name in ARMS]
+    return {one for arm in arms for one in secrets_of(arm.headers) | secrets_of(arm.env)}
 
 
 def _unpredicted(findings: Sequence[Mapping[str, Any]]) -> str:

@@ -64,7 +64,8 @@ class Extras:
     async def leave_a_worker(self) -> None:
         """Ask the first worker that takes requests without the router, leave, and see how long it runs on."""
         for url, kind in self._sampler.kinds:
-            session = Session(replace(self._session.target, origin=url.origin), 5 * S, 0)
+            front = self._session.target
+            session = Session(replace(front, origin=url.origin, headers=front.headers_for(url.origin)), 5 * S, 0)
             before = await self._running(url)
             ask = self._maker.ask(Role.VICTIM, 0, Shape(max_tokens=DIRECT_TOKENS))
             record = await run_request(session, replace(ask, role=Role.PROBE), Leave(How.FIN, Trigger(Moment.TOKENS, 2)))

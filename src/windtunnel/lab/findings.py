@@ -235,7 +235,21 @@ def _freed_late(result: StormResult) -> Iterator[str]:
         yield f"requests of victims ran on for {_s(freed_ns)}; {_s(result.cancel_grace_ns)} are allowed"
 
 
+def is_gone(result: StormResult) -> bool:
+    """Whether the server accepts no connection at the end: every later stream, or else the last request, was refused."""
+    asked = result.of(Role.LATER) or tuple(sorted(result.streams, key=lambda one: one.started_ns)[-1:])
+    return result.drain is None and bool(asked) and all(stream.end is End.REFUSED for stream in asked)
+
+
+def _unreachable(result: StormResult) -> Iterator[str]:
+    if is_gone(result):
+        refused = sum(stream.end is End.REFUSED for stream in result.streams)
+        yield f"the server no longer accepts connections: {refused} requests were refused, the last ones among them"
+
+
 def _wedged(result: StormResult) -> Iterator[str]:
+    if is_gone(result):
+        return
     later = result.of(Role.LATER)
     if later and all(_hung(stream) or _failed(stream) for stream in later):
         yield f"none of {len(later)} later streams was served: {dict(Counter(stream.end.value for stream in later))}"
@@ -389,6 +403,7 @@ KINDS: tuple[FindingKind, ...] = (
     FindingKind(
         "drain_timeout", Severity.HIGH, "shutting down waits for streams or connections without a limit", _drain_timeout
     ),
+    FindingKind("unreachable", Severity.HIGH, "the server has crashed, or was stopped by somebody", _unreachable),
     FindingKind("wedged", Severity.HIGH, "a lock, slot or worker is held by a request that has gone", _wedged),
 )
 

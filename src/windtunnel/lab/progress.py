@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from windtunnel.lab.experiment import Progress
     from windtunnel.lab.storm import StormEvent
 
+FILE_WIDTH = 160
+"""Of what is not a terminal: no table may lose a number there."""
 _STYLES = {"confirmed": "bold green", "refuted": "bold red", "mixed": "bold yellow", "inconclusive": "bold blue"}
 _SEVERITIES = {"high": "red", "medium": "yellow", "low": "cyan"}
 _PHASES = {
@@ -27,7 +29,10 @@ _PHASES = {
 def _console(*, stderr: bool = True) -> "Console":
     from rich.console import Console
 
-    return Console(stderr=stderr, highlight=False, soft_wrap=True)
+    console = Console(stderr=stderr, highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = max(console.width, FILE_WIDTH)
+    return console
 
 
 @contextmanager
@@ -59,7 +64,7 @@ def _trial_line(trial: Mapping[str, Any]) -> str:
     from rich.markup import escape
 
     if trial["error"]:
-        return f"[red]could not be run: {escape(trial['error'])}"
+        return f"[red]no result: {escape(trial['error'])}"
     bystanders, later = trial["bystanders"], trial["later_streams"]
     harmed = f"[red]{bystanders['harmed']}[/]" if bystanders["harmed"] else "0"
     return f"{harmed} of {bystanders['sent']} bystanders harmed, {later['complete']} of {later['sent']} later streams complete"
@@ -73,8 +78,7 @@ def print_storm(document: Mapping[str, Any]) -> None:
     victims, bystanders, later = document["victims"], document["bystanders"], document["later_streams"]
     console.print(f"{victims['left']} of {victims['sent']} victims left; {_trial_line({**document, 'error': None})}")
     quiet = document["quiet_s"]
-    leaked = ", ".join(f"{name} {value:+g}" for name, value in document["leaked"].items() if value)
-    console.print(f"leaked: {leaked or 'nothing'}; {'never quiet again' if quiet is None else f'quiet at {quiet:.2f} s'}")
+    console.print(f"leaked: {_leaked(document, ', ')}; {'never quiet again' if quiet is None else f'quiet at {quiet:.2f} s'}")
     for note in document["notes"]:
         console.print(f"[dim]note: {escape(note)}")
     _print_findings(console, document["findings"])
@@ -127,16 +131,24 @@ def _table(document: Mapping[str, Any]) -> Any:
 
 
 def _cells(trial: Mapping[str, Any]) -> list[str]:
+    if trial["error"]:
+        return ["not judged", "", "not judged", "unknown", str(trial["race_reports"])]
     bystanders, later = trial["bystanders"], trial["later_streams"]
     statuses = " ".join(f"{status}×{count}" for status, count in bystanders["by_status"].items())
-    leaked = " ".join(f"{name} {value:+g}" for name, value in trial["leaked"].items() if value)
     return [
         f"{bystanders['harmed']} of {bystanders['sent']}",
         statuses,
         f"{later['complete']} of {later['sent']}",
-        leaked or "nothing",
+        _leaked(trial, " "),
         str(trial["race_reports"]),
     ]
+
+
+def _leaked(document: Mapping[str, Any], between: str) -> str:
+    leaked = document["leaked"]
+    if all(value is None for value in leaked.values()):
+        return "not observable"
+    return between.join(f"{name} {value:+g}" for name, value in leaked.items() if value) or "nothing"
 
 
 def _print_findings(console: "Console", findings: list[Mapping[str, Any]]) -> None:

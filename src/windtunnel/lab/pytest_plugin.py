@@ -89,7 +89,8 @@ def storm(_windtunnel_runner: asyncio.Runner) -> BlowStorm:
         metrics_urls: Sequence[str] = (),
         **settings: Any,
     ) -> "StormResult":
-        check_target_allowed(parse_origin(url).host, owned=False)
+        for one in (url, *metrics_urls):
+            check_target_allowed(parse_origin(one).host, owned=False)
         plan = storm_plan(settings, seed=0)
 
         async def run() -> "StormResult":

@@ -50,7 +50,7 @@ def write_all(document: Document, folder: Path) -> list[Path]:
     """Write result.json, report.html and junit.xml; returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     files = {
-        RESULT_NAME: json.dumps(document, indent=2) + "\n",
+        RESULT_NAME: json.dumps(document, indent=2, allow_nan=False) + "\n",
         REPORT_NAME: html(document),
         JUNIT_NAME: junit_xml(document),
     }
@@ -122,11 +122,12 @@ def sentences(document: Document) -> list[str]:
 
 
 def _per_arm(arm: str, trials: list[Document]) -> str:
+    trials = [trial for trial in trials if trial["error"] is None]
     harmed = [trial["bystanders"]["harmed"] for trial in trials]
     sent = sum(trial["bystanders"]["sent"] for trial in trials)
     complete, later = (sum(trial["later_streams"][key] for trial in trials) for key in ("complete", "sent"))
     if not trials:
-        return f"{arm.capitalize()}: no trial."
+        return f"{arm.capitalize()}: no trial that could be judged."
     in_trials = f"{sum(one > 0 for one in harmed)} of {len(trials)} trials"
     return (
         f"{arm.capitalize()} harmed bystanders in {in_trials} ({sum(harmed)} of {sent} requests)"

@@ -17,6 +17,7 @@ from windtunnel.lab.target import (
     TargetError,
     Watch,
     gauges_of,
+    not_numbers,
     parse_metrics,
     read_counters,
     read_gauges,
@@ -48,6 +49,8 @@ class Sampler:
         """The server's process, when it is ours to see."""
         self._session = session
         self._listeners: list[Callable[[Sample], None]] = []
+        self.not_numbers: set[str] = set()
+        """Gauges that were NaN or infinite in a sample."""
 
     @property
     def kind(self) -> Kind:
@@ -85,7 +88,9 @@ class Sampler:
         try:
             for url, kind in self.kinds:
                 series = await scrape(session.target, url)
-                _add(gauges, read_gauges(series, gauges_of(kind, session.target.watch)))
+                watched = gauges_of(kind, session.target.watch)
+                self.not_numbers |= not_numbers(series, watched)
+                _add(gauges, read_gauges(series, watched))
                 _add(counters, read_counters(series, kind.counters))
             status = 200
         except ScrapeError as failure:
@@ -119,7 +124,7 @@ async def scrape(target: Target, url: MetricsUrl) -> list[Series]:
     """The series of one source. Raises ScrapeError."""
     try:
         async with asyncio.timeout(SCRAPE_TIMEOUT_NS / 1e9):
-            answer: Answer = await fetch(url.origin, "GET", url.path, target.headers)
+            answer: Answer = await fetch(url.origin, "GET", url.path, target.headers_for(url.origin))
     except TimeoutError:
         raise ScrapeError(f"no answer within {SCRAPE_TIMEOUT_NS / 1e9:g} s", None) from None
     except (OSError, ConnectionCut, MalformedResponse) as error:

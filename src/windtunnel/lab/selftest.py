@@ -113,7 +113,7 @@ async def examine(url: str, seed: int) -> tuple[tuple[Seen, ...], str | None]:
             result = await run_storm(target, await _fitted(target, replace(plan, seed=seed * 100 + number)))
             seconds = time.monotonic() - started
             seen += [Seen(finding, name, seconds) for finding in find(result)]
-            if any(one.finding.name == "wedged" for one in seen):
+            if any(one.finding.name in ("wedged", "unreachable") for one in seen):
                 break  # nothing more can be learnt from a server that serves nothing
     except TargetError as error:
         return tuple(seen), str(error)

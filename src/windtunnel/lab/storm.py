@@ -265,7 +265,8 @@ class _Storm:
         path = _MODELS_PATH if kind.path == "/metrics" and self.sampler.blind else kind.path or base.path
         try:
             async with asyncio.timeout(session.timeout_ns / 1e9):
-                answer = await fetch(base.origin, "GET", base.path if path == "/metrics" else path, session.target.headers)
+                headers = session.target.headers_for(base.origin)
+                answer = await fetch(base.origin, "GET", base.path if path == "/metrics" else path, headers)
             status = answer.status
             error = "an empty body" if status == 200 and not answer.body else None
         except TimeoutError:
@@ -409,6 +410,9 @@ class _Storm:
             streams = judge(streams, Known(record.ask for record in streams), exact_length=self._exact)
         if self.states.missed:
             self._notes.append(f"{self.states.missed} victims left without having been seen in the state they waited for")
+        if self.sampler.not_numbers:
+            names = ", ".join(sorted(self.sampler.not_numbers))
+            self._notes.append(f"{names}: NaN or infinite in some samples, taken as missing there")
         victims = [record for record in streams if record.ask.role is Role.VICTIM]
         if victims and not any(record.left_ns for record in victims):
             self._notes.append("no victim left: all had ended before their moment came; raise max_tokens or leave earlier")

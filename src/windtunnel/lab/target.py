@@ -11,11 +11,12 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from math import isfinite
 from typing import NamedTuple
 
 from windtunnel.core.units import MS
 from windtunnel.lab.connection import ConnectionCut, MalformedResponse, Origin, fetch, parse_origin
-from windtunnel.lab.plan import Api
+from windtunnel.lab.plan import Api, check_target_allowed, is_local
 
 SERIES_LIMIT = 50_000
 
@@ -177,6 +178,11 @@ class Target:
         """Requests go to the API's path; a base URL that ends in `/v1` already has its first part."""
         return api.path.removeprefix("/v1") if self.origin.prefix.endswith("/v1") else api.path
 
+    def headers_for(self, origin: Origin) -> Mapping[str, str]:
+        """The headers may hold the target's key: a metrics source on another host does not get them."""
+        same = origin.host == self.origin.host or (is_local(origin.host) and is_local(self.origin.host))
+        return self.headers if same else {}
+
 
 class TargetError(RuntimeError):
     """The target cannot be used as it is: unreachable, or it does not answer a plain request."""
@@ -219,11 +225,11 @@ def gauges_of(kind: Kind, watch: Iterable[str]) -> tuple[Gauge, ...]:
 
 
 def read_gauges(series: Sequence[Series], gauges: Iterable[Gauge]) -> dict[str, float]:
-    """The value of each gauge that is present."""
+    """The value of each gauge that is present; NaN and infinities are as good as missing."""
     out: dict[str, float] = {}
     for gauge in gauges:
         for name in gauge.names:
-            values = [one.value for one in series if one.name == name and _matches(one, gauge)]
+            values = [one.value for one in series if one.name == name and _matches(one, gauge) and isfinite(one.value)]
             if values:
                 out[gauge.key] = gauge.scale * (max(values) if gauge.watch is Watch.KV else sum(values))
                 break
@@ -234,15 +240,27 @@ def read_counters(series: Sequence[Series], counters: Iterable[Counter]) -> dict
     out: dict[str, float] = {}
     for counter in counters:
         for one in series:
-            if one.name == counter.name:
+            if one.name == counter.name and isfinite(one.value):
                 values = ",".join(one.labels.get(label, "") for label in (counter.by or "").split(","))
                 key = f"{counter.key}{{{values}}}" if counter.by else counter.key
                 out[key] = out.get(key, 0.0) + one.value
     return out
 
 
+def not_numbers(series: Sequence[Series], gauges: Iterable[Gauge]) -> set[str]:
+    """The names of gauges' series that are NaN or infinite."""
+    names = {name for gauge in gauges for name in gauge.names}
+    return {one.name for one in series if one.name in names and not isfinite(one.value)}
+
+
 def _matches(series: Series, gauge: Gauge) -> bool:
     return all(series.labels.get(name) == value for name, value in gauge.labels)
+
+
+def check_hosts(target: Target, *, owned: bool) -> None:
+    """The target's and each metrics source's, before any byte is sent to them. Raises PlanError."""
+    for origin in (target.origin, *(url.origin for url in target.metrics)):
+        check_target_allowed(origin.host, owned=owned)
 
 
 def parse_metrics_url(url: str) -> MetricsUrl:

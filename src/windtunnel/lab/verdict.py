@@ -2,6 +2,8 @@
 
 * A prediction *holds* (true or false) when its arm has at least one valid trial and its metric is present in all of
   them; otherwise it is undecided (null).
+* A trial is *valid* when it ran to its end. One with an `error` (its server ended by itself, or could not be used) is
+  not: it decides no prediction and no effect, and while there is one the verdict is never `confirmed` but `inconclusive`.
 * `inconclusive`: an arm has no valid trial, the run was interrupted, a prediction is undecided, or every prediction
   holds but the effect is not significant at `alpha` (or cannot be computed).
 * `confirmed`: every prediction holds and the effect is significant. With a `margin` the claim is the opposite one, that there
@@ -135,8 +137,21 @@ def _compare(effect: Effect, control: Sequence[Trial], treatment: Sequence[Trial
     return compare_means(known_one, known_two), {}
 
 
-def decide(predictions: Sequence[bool | None], effect: Mapping[str, Any], *, complete: bool) -> tuple[Verdict, str]:
-    """The verdict and, in a clause, why. `complete`: the run ended by itself and both arms have valid trials."""
+def decide(
+    predictions: Sequence[bool | None], effect: Mapping[str, Any], *, complete: bool, errors: Sequence[str] = ()
+) -> tuple[Verdict, str]:
+    """The verdict and, in a clause, why. `complete`: the run ended by itself and both arms have valid trials.
+
+    `errors`: of the trials that could not be judged.
+    """
+    verdict, why = _decide(predictions, effect, complete=complete)
+    if not errors:
+        return verdict, why
+    lost = f"{len(errors)} trial{'s' if len(errors) > 1 else ''} could not be judged ({errors[0]})"
+    return ("inconclusive", lost) if verdict == "confirmed" else (verdict, f"{why}; {lost}")
+
+
+def _decide(predictions: Sequence[bool | None], effect: Mapping[str, Any], *, complete: bool) -> tuple[Verdict, str]:
     if not complete:
         return "inconclusive", "the run did not complete in both arms"
     if any(one is None for one in predictions):
