@@ -399,21 +399,27 @@ class VllmMetrics:
 
     def _fold_outputs(self, engine: _EngineChildren, step: StepOutput, now_ns: int, in_runs: int) -> None:
         computed = generated = preemptions = 0
-        latencies: list[float] = []
+        at_ns, live = step.at_ns, self._live
+        gaps: dict[int, int] = {}
+        """How many sequences waited so long for this output: in lock step nearly all waited alike."""
         for output in step.outputs:
-            timings = self._live.get(output.request_id)
+            timings = live.get(output[0])
             if timings is None:
                 continue
             if timings.first_token_ns is None:
-                computed += self._first_output(engine, timings, output, step.at_ns, now_ns)
+                computed += self._first_output(engine, timings, output, at_ns, now_ns)
             else:
-                latencies.append((step.at_ns - timings.last_token_ns) / S)
-            timings.last_token_ns = step.at_ns
-            timings.generated += len(output.token_ids)
-            generated += len(output.token_ids)
-            preemptions += timings.unreported_preemptions
-            timings.unreported_preemptions = 0
-        engine.histogram["inter_token_latency_seconds"].observe_many(latencies)
+                gap_ns = at_ns - timings.last_token_ns
+                gaps[gap_ns] = gaps.get(gap_ns, 0) + 1
+            timings.last_token_ns = at_ns
+            tokens = len(output[1])
+            timings.generated += tokens
+            generated += tokens
+            if timings.unreported_preemptions:
+                preemptions += timings.unreported_preemptions
+                timings.unreported_preemptions = 0
+        for gap_ns, times in gaps.items():
+            engine.histogram["inter_token_latency_seconds"].observe(gap_ns / S, times)
         engine.histogram["iteration_tokens_total"].observe(computed + generated + in_runs)
         engine.value["generation_tokens"].value += generated
         engine.value["num_preemptions"].value += preemptions
