@@ -18,7 +18,7 @@ class Demo(NamedTuple):
     trials: int | None = None
 
 
-DEMOS = (Demo("cancelled-streams", "confirmed"), Demo("pd-abort-storm", "mixed", time_scale=5.0, trials=1))
+DEMOS = (Demo("cancelled-streams", "confirmed"), Demo("pd-abort-storm", "mixed", time_scale=10.0, trials=1))
 
 
 def register(app: typer.Typer) -> None:
