@@ -1,8 +1,8 @@
 """(b) How late frames are against their schedule, at 200 and 1,000 streams with 20 ms between tokens.
 
 A stream's schedule is its own best alignment: frame k is due at min over j of (arrival_j - j x ITL) + k x ITL. Streams start
-one by one at random moments within a second or so, as clients do that know nothing of each other; frames count from half a second
-after the last has started, so that reading requests is not part of the figure.
+one by one at random moments within a second or so, as clients do that know nothing of each other; frames count from half a
+second after the last has started, so that reading requests is not part of the figure.
 """
 
 import random
