@@ -3,6 +3,7 @@
 import asyncio
 import json
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +32,8 @@ class Session:
     notes: dict[str, None] = field(default_factory=dict)
     """What whoever reads the result should know, once each."""
     last_closed_ns: int = 0
+    stages: Counter[str] = field(default_factory=Counter)
+    """How many open requests are in which stage (`incomplete`, `sent`, `head`, `tokens`)."""
 
     def now_ns(self) -> int:
         return time.monotonic_ns() - self.start_ns
@@ -51,10 +54,14 @@ class Leave:
 class Gate:
     """Lets nobody go before all have come. Whoever ends early counts as come; after `timeout_ns` everybody may go."""
 
-    def __init__(self, expected: int, timeout_ns: int) -> None:
+    def __init__(self, expected: int, timeout_ns: int, opened: asyncio.Event | None = None) -> None:
         self._missing = expected
-        self._timeout_ns = timeout_ns
-        self._open = asyncio.Event()
+        self.timeout_ns = timeout_ns
+        self._open = opened or asyncio.Event()
+
+    @property
+    def is_open(self) -> bool:
+        return self._open.is_set()
 
     def count_in(self) -> None:
         self._missing -= 1
@@ -63,7 +70,7 @@ class Gate:
 
     async def passed(self) -> None:
         try:
-            async with asyncio.timeout(self._timeout_ns / 1e9):
+            async with asyncio.timeout(self.timeout_ns / 1e9):
                 await self._open.wait()
         except TimeoutError:
             self._open.set()
@@ -98,6 +105,7 @@ async def run_request(session: Session, ask: Ask, leave: Leave | None = None) ->
         recorder.failed(End.REFUSED, str(error))
     finally:
         session.clients -= 1
+        session.stages[recorder.stage] -= 1
         session.last_closed_ns = session.now_ns()
         if leave is not None and leave.gate is not None and not recorder.at_gate:
             leave.gate.count_in()
@@ -122,7 +130,7 @@ async def _exchange(session: Session, recorder: "_Recorder", leave: Leave | None
             await _go(connection, recorder, leave, None)
             return
         await connection.send(data)
-        recorder.state = "sent"
+        recorder.enter("sent")
         reading = asyncio.ensure_future(_read(connection, recorder))
         try:
             await (reading if leave is None else _until_leaving(connection, recorder, leave, reading))
@@ -270,7 +278,8 @@ class _Recorder:
     def __init__(self, session: Session, ask: Ask) -> None:
         self.session = session
         self.ask = ask
-        self.state = "incomplete"
+        self.stage = "incomplete"
+        session.stages[self.stage] += 1
         self.target_state: str | None = None
         """The state that the target was last seen in; words may have come since."""
         self.enough = asyncio.Event()
@@ -292,10 +301,19 @@ class _Recorder:
         self._finished: set[int] = set()
         self.response_id: str | None = None
 
+    @property
+    def state(self) -> str:
+        return f"tokens:{len(self._frame_ns)}" if self._frame_ns else self.stage
+
+    def enter(self, stage: str) -> None:
+        self.session.stages[self.stage] -= 1
+        self.session.stages[stage] += 1
+        self.stage = stage
+
     def head(self, status: int) -> None:
         self._status = status
         self._head_ns = self.session.now_ns()
-        self.state = "head"
+        self.enter("head")
         self.head_seen.set()
 
     def frame(self, frame: bytes) -> None:
@@ -325,8 +343,9 @@ class _Recorder:
         text = choice.get("text") or delta.get("content") or delta.get("reasoning") or ""
         if text:
             self._texts.append(text)
+            if not self._frame_ns:
+                self.enter("tokens")
             self._frame_ns.append(self.session.now_ns())
-            self.state = f"tokens:{len(self._frame_ns)}"
         self._finish_reason = choice.get("finish_reason") or self._finish_reason
         if self.tokens_wanted and len(self._frame_ns) >= self.tokens_wanted:
             self.enough.set()

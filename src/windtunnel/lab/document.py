@@ -43,6 +43,7 @@ def storm_document(result: StormResult) -> dict[str, Any]:
         "process": _process(result.samples),
         "direct": asdict(result.direct) if result.direct else None,
         "drain": _drain(result),
+        "clients": _clients(result),
         "phases": [
             {"name": phase.name, "start_s": _seconds(phase.started_ns), "end_s": _seconds(phase.ended_ns)}
             for phase in result.phases
@@ -113,6 +114,13 @@ def _victims(result: StormResult) -> dict[str, Any]:
         "by_end": dict(Counter(victim.end.value for victim in victims)),
         "late_ms_max": _late_ms(victims),
     }
+
+
+def _clients(result: StormResult) -> dict[str, Any]:
+    lost = [
+        {"name": one.name, "why": one.why, "at_s": _seconds(one.at_ns), "requests": one.requests} for one in result.lost_clients
+    ]
+    return {"processes": result.plan.clients, "on": result.plan.on, "lost": lost}
 
 
 def _late_ms(victims: tuple[StreamRecord, ...]) -> float | None:

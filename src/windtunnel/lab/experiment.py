@@ -228,7 +228,9 @@ class _Trial:
         sources = [fill(one, port=0, more_ports=server.more_ports, time_scale=1.0, seed=0) for one in arm.metrics_urls]
         target = make_target(server.url, model, headers=arm.headers, metrics_urls=sources, watch=arm.watch)
         check_hosts(target, owned=self.options.owned)
-        return storm_document(await run_storm(target, plan, stop=self.stop, on_event=on_event, pid=server.pid))
+        result = await run_storm(target, plan, stop=self.stop, on_event=on_event, pid=server.pid)
+        lost = f"client processes were lost: {result.untried}" if result.lost_clients and not result.interrupted else None
+        return {**storm_document(result), "error": lost}
 
 
 class _DeathWatch:
@@ -286,6 +288,7 @@ def _empty_trial() -> dict[str, Any]:
         "series": [],
         "queues": {},
         "counters": {},
+        "clients": {"processes": 1, "on": "processes", "lost": []},
         "phases": [],
         "events": [],
         "findings": [],

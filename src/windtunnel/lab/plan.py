@@ -64,6 +64,10 @@ class Api(Enum):
 _HOWS = ", ".join(how.value for how in How)
 
 
+CLIENTS_LIMIT = 256
+CLIENT_PLACES = ("processes", "ray")
+
+
 class PlanError(ValueError):
     """A plan that cannot or must not be run; the message names the field and the way out."""
 
@@ -219,6 +223,10 @@ class StormPlan:
     oracle: str = "auto"
     """`on`, `off`, or `auto`: on when the probe before the storm is answered in the oracle's words."""
     seed: int = 0
+    clients: int = 1
+    """So many processes send the requests (`lab.clients`)."""
+    on: str = "processes"
+    """Where they run: `processes` of this machine, or the actors of a `ray` cluster."""
     limits: Limits = field(default_factory=Limits)
 
     @property
@@ -265,6 +273,7 @@ _AT_LEAST = {
     "poll_every_ns": MS,
     "request_timeout_ns": MS,
     "linger_ns": 0,
+    "clients": 1,
 }
 
 
@@ -277,6 +286,10 @@ def check_plan(plan: StormPlan) -> None:
         _check_shape(name, getattr(plan, name))
     if not plan.how:
         raise PlanError(f"how: at least one of {_HOWS}")
+    if plan.clients > CLIENTS_LIMIT:
+        raise PlanError(f"clients: {plan.clients} is over {CLIENTS_LIMIT}")
+    if plan.on not in CLIENT_PLACES:
+        raise PlanError(f"on: {plan.on!r} is none of {', '.join(CLIENT_PLACES)}")
     if plan.oracle not in ("auto", "on", "off"):
         raise PlanError(f"oracle: {plan.oracle!r} is none of auto, on, off")
     for trigger in plan.triggers:

@@ -29,6 +29,8 @@ class End(Enum):
     TIMEOUT = "timeout"
     LEFT = "left"
     """The client left on purpose."""
+    CLIENT_DIED = "client_died"
+    """The client process of the lab that held the request has ended: what it saw is not known."""
 
 
 class Damage(Enum):
@@ -178,6 +180,17 @@ class DrainRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class LostClient:
+    """A client process of the lab that ended before the storm did."""
+
+    name: str
+    why: str
+    at_ns: int
+    requests: int
+    """How many requests were at work in it; their records end as `client_died`."""
+
+
+@dataclass(frozen=True, slots=True)
 class StormResult:
     """Everything that one storm left behind."""
 
@@ -209,7 +222,18 @@ class StormResult:
     drain: DrainRecord | None = None
     front: bool = False
     """Whether the target is not itself one of the metrics sources: a router."""
+    lost_clients: tuple[LostClient, ...] = ()
     notes: tuple[str, ...] = field(default=())
+
+    @property
+    def untried(self) -> str | None:
+        """Why nothing follows from a storm without findings: interrupted, a client lost, or no victim left. None: something does."""
+        victims = self.of(Role.VICTIM)
+        if self.interrupted:
+            return self.interrupted
+        if self.lost_clients:
+            return "; ".join(f"{one.name} {one.why}, {one.requests} requests lost" for one in self.lost_clients)
+        return "no victim left" if victims and not any(victim.left_ns for victim in victims) else None
 
     def of(self, *roles: Role) -> tuple[StreamRecord, ...]:
         return tuple(stream for stream in self.streams if stream.ask.role in roles)

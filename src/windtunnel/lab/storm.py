@@ -20,6 +20,7 @@ from itertools import count
 
 from windtunnel.lab.asks import AskMaker
 from windtunnel.lab.client import Gate, Leave, Session, request_body, run_request
+from windtunnel.lab.clients import Clients, LocalClients, make_clients
 from windtunnel.lab.connection import ConnectionCut, How, MalformedResponse, fetch
 from windtunnel.lab.extras import Extras
 from windtunnel.lab.oracle_check import Known, check_text, judge
@@ -56,7 +57,7 @@ async def run_storm(
     on_event: Callable[[StormEvent], None] | None = None,
     pid: int | None = None,
 ) -> StormResult:
-    """Raises PlanError for a bad plan and TargetError when the target does not answer a plain request before the storm.
+    """Raises PlanError for a bad plan, LinkError for client processes that cannot be had, and TargetError when the target does not answer a plain request before the storm.
 
     `pid` is the server's process where it is ours to see; a drain needs it.
     """
@@ -113,6 +114,7 @@ class _Storm:
         self._phases: list[Phase] = []
         self.states = States(session, sampler)
         self.extras = Extras(session, plan, self.maker, self.streams, sampler)
+        self.clients: Clients = LocalClients(session)
         self._next_bystander = count()
         self._baseline: Sample | None = None
         self._oracle = False
@@ -128,6 +130,7 @@ class _Storm:
         """Calibrate with one plain request, then read the baseline."""
         with self._phase("baseline"):
             await self._calibrate()
+            self.clients = await make_clients(self.session, self.plan)
             self._baseline = self.states.baseline = await self._read_baseline()
             if any(trigger.moment.of_target for trigger in self.plan.triggers):
                 await self.states.look()
@@ -256,7 +259,9 @@ class _Storm:
     async def _bystander(self) -> None:
         kinds = self.plan.bystander_kinds
         kind = kinds[next(self._next_bystander) % len(kinds)]
-        self.bystanders.append(await (self._bystander_get(kind) if kind.shape is None else self._bystander_generation(kind)))
+        one = await (self._bystander_get(kind) if kind.shape is None else self._bystander_generation(kind))
+        if one is not None:
+            self.bystanders.append(one)
 
     async def _bystander_get(self, kind: BystanderKind) -> BystanderRecord:
         session = self.session
@@ -275,13 +280,16 @@ class _Storm:
             error = str(failure)
         return BystanderRecord(kind.name, sent_ns, session.now_ns(), kind.expect_status, status, error)
 
-    async def _bystander_generation(self, kind: BystanderKind) -> BystanderRecord:
+    async def _bystander_generation(self, kind: BystanderKind) -> BystanderRecord | None:
+        """None when the client process that asked is gone: what the server did is not known."""
         assert kind.shape is not None
         ask = self._ask(Role.BYSTANDER, kind.shape)
-        record = await run_request(self.session, ask)
+        record = await self.clients.run(ask)
         wrong = record.end is not End.FINISHED and record.status == kind.expect_status == 200
         error = record.error if record.status is None or wrong else None
         self.streams.append(record)
+        if record.end is End.CLIENT_DIED:
+            return None
         return BystanderRecord(kind.name, record.started_ns, record.ended_ns, kind.expect_status, record.status, error, ask.tag)
 
     async def _crowd(
@@ -301,7 +309,7 @@ class _Storm:
         await _all([asyncio.create_task(one_client()) for _ in range(min(len(asks), concurrency))])
 
     async def _follow(self, ask: Ask, leave: Leave | None = None) -> None:
-        record = await run_request(self.session, ask, leave)
+        record = await self.clients.run(ask, leave)
         self.streams.append(record)
         if leave is not None and leave.how is How.TIMEOUT_RETRY and record.end is End.LEFT:
             await self._retry(ask, replace(leave, gate=None))
@@ -310,7 +318,7 @@ class _Storm:
         """All further attempts leave like the first, except the last, which stays."""
         for left in reversed(range(self.plan.retries)):
             again = self.maker.again(ask, Role.VICTIM if left else Role.RETRY)
-            record = await run_request(self.session, again, leave if left else None)
+            record = await self.clients.run(again, leave if left else None)
             self.streams.append(record)
             if record.end is not End.LEFT:
                 return
@@ -402,6 +410,7 @@ class _Storm:
             task.cancel()
         await asyncio.gather(*self._acting, return_exceptions=True)
         await self.states.close()
+        await self.clients.close()
 
     def result(self, interrupted: str | None) -> StormResult:
         baseline = self._baseline or Sample(0, "baseline", 0, 0, {}, {}, None, "not read before the storm ended")
@@ -438,6 +447,7 @@ class _Storm:
             direct=self.extras.direct,
             drain=self.extras.drained,
             front=self.extras.front,
+            lost_clients=tuple(self.clients.lost),
             notes=(*self._notes, *self.session.notes),
         )
 
