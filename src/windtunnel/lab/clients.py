@@ -5,7 +5,8 @@ handed out, to the client processes in turns, and comes back as its whole record
 from the same raw records, with no summary in between. States of the target and the hold gate stay with the coordinator and are
 asked for by message.
 
-A client process that ends by itself is reported (`LostClient`), and its requests end as `client_died`: what they saw is not known.
+A client process that ends by itself is reported (`LostClient`), and its requests end as `client_died`: what they saw is
+not known.
 """
 
 import asyncio
@@ -19,7 +20,22 @@ import windtunnel
 from windtunnel.core.units import S
 from windtunnel.lab.client import Gate, Leave, Session, run_request
 from windtunnel.lab.links import Link, LinkError, open_links
-from windtunnel.lab.messages import AtGate, Begin, Cancel, Clock, Done, Failed, Open, Ready, Run, Stages, State, Wait, decode, encode
+from windtunnel.lab.messages import (
+    AtGate,
+    Begin,
+    Cancel,
+    Clock,
+    Done,
+    Failed,
+    Open,
+    Ready,
+    Run,
+    Stages,
+    State,
+    Wait,
+    decode,
+    encode,
+)
 from windtunnel.lab.plan import StormPlan
 from windtunnel.lab.record import Ask, End, LostClient, StreamRecord
 
@@ -111,9 +127,10 @@ class SpreadClients:
 
     async def _begin(self, peer: _Peer) -> None:
         ready = await _hear(peer)
-        mine = (windtunnel.__version__,)
-        if not isinstance(ready, Ready) or (ready.version,) != mine:
-            raise LinkError(f"{peer.link.name} runs windtunnel {getattr(ready, 'version', ready)}, this is {mine[0]}")
+        if not isinstance(ready, Ready) or ready.version != windtunnel.__version__:
+            found = ready.version if isinstance(ready, Ready) else "something else"
+            raise LinkError(f"{peer.link.name} runs windtunnel {found}, this is {windtunnel.__version__}")
+        peer.link.name += f" (pid {ready.pid} on {ready.host})"
         session = self._session
         start_ns = session.start_ns + await _clock_offset_ns(peer)
         peer.send(Begin(session.target, session.timeout_ns, session.linger_ns, session.kind, start_ns))
@@ -258,5 +275,3 @@ async def make_clients(session: Session, plan: StormPlan) -> Clients:
         await spread.close()
         raise
     return spread
-
-

@@ -1,12 +1,15 @@
-"""How a coordinator reaches its client processes: a link carries frames both ways and says when, and why, the other end is gone."""
+"""How a coordinator reaches its client processes: a link carries frames both ways and says why the other end is gone."""
 
 import asyncio
+import os
 import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Protocol
 
+import windtunnel
 from windtunnel.core.units import S
 from windtunnel.lab.client_process import LENGTH, read_frame
 from windtunnel.lab.experiment_file import Environment
@@ -41,7 +44,7 @@ class ProcessLink:
     """A process of this machine. It has a session of its own, so that a terminal's Ctrl-C reaches the coordinator only."""
 
     def __init__(self, number: int, process: asyncio.subprocess.Process) -> None:
-        self.name = f"client process {number} (pid {process.pid})"
+        self.name = f"client process {number}"
         self._process = process
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         self._in, self._out = process.stdin, process.stdout
@@ -52,7 +55,9 @@ class ProcessLink:
     async def start(cls, number: int) -> "ProcessLink":
         pipe = asyncio.subprocess.PIPE
         words = (sys.executable, "-m", "windtunnel.lab.client_process")
-        process = await asyncio.create_subprocess_exec(*words, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
+        process = await asyncio.create_subprocess_exec(
+            *words, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True, env=_environment()
+        )
         return cls(number, process)
 
     def send(self, frame: bytes) -> None:
@@ -88,6 +93,12 @@ class ProcessLink:
     async def _drain(self, errors: asyncio.StreamReader) -> None:
         while part := await errors.read(65_536):
             self._errors = (self._errors + part)[-STDERR_TAIL_BYTES:]
+
+
+def _environment() -> dict[str, str]:
+    """Ours, with the place that this very package was imported from first."""
+    here = str(Path(windtunnel.__file__).parent.parent)
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))}
 
 
 async def open_links(count: int, on: str) -> Sequence[Link]:

@@ -48,7 +48,7 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Send one request. `leave` carries neither `wait` nor `gate`; both are asked for by message. `gate` is a number and its patience."""
+    """Send one request. `leave` comes without `wait` and `gate`: those are messages. `gate` is its number and its patience."""
 
     number: int
     ask: Ask

@@ -277,6 +277,9 @@ _AT_LEAST = {
 }
 
 
+_CHOICES = {"oracle": ("auto", "on", "off"), "on": CLIENT_PLACES}
+
+
 def check_plan(plan: StormPlan) -> None:
     """Raises PlanError naming the first field that is wrong."""
     for name, least in _AT_LEAST.items():
@@ -286,21 +289,23 @@ def check_plan(plan: StormPlan) -> None:
         _check_shape(name, getattr(plan, name))
     if not plan.how:
         raise PlanError(f"how: at least one of {_HOWS}")
-    if plan.clients > CLIENTS_LIMIT:
-        raise PlanError(f"clients: {plan.clients} is over {CLIENTS_LIMIT}")
-    if plan.on not in CLIENT_PLACES:
-        raise PlanError(f"on: {plan.on!r} is none of {', '.join(CLIENT_PLACES)}")
-    if plan.oracle not in ("auto", "on", "off"):
-        raise PlanError(f"oracle: {plan.oracle!r} is none of auto, on, off")
+    for name, choices in _CHOICES.items():
+        if getattr(plan, name) not in choices:
+            raise PlanError(f"{name}: {getattr(plan, name)!r} is none of {', '.join(choices)}")
     for trigger in plan.triggers:
         _check_trigger(plan, trigger)
-    if plan.hold and (plan.ramp_ns or plan.burst):
-        raise PlanError("hold: all victims wait for the last, so ramp and burst change nothing; leave them at 0")
-    if plan.hold and 0 < plan.victim_concurrency < plan.victims:
-        raise PlanError("hold: needs all victims at once; leave victim_concurrency at 0")
+    if plan.hold:
+        _check_hold(plan)
     if plan.bystanders and not plan.bystander_kinds:
         raise PlanError("bystander_kinds: empty, but bystanders are asked for")
     _check_limits(plan)
+
+
+def _check_hold(plan: StormPlan) -> None:
+    if plan.ramp_ns or plan.burst:
+        raise PlanError("hold: all victims wait for the last, so ramp and burst change nothing; leave them at 0")
+    if 0 < plan.victim_concurrency < plan.victims:
+        raise PlanError("hold: needs all victims at once; leave victim_concurrency at 0")
 
 
 def _check_trigger(plan: StormPlan, trigger: Trigger) -> None:
@@ -331,6 +336,8 @@ def _check_shape(name: str, shape: Shape) -> None:
 
 def _check_limits(plan: StormPlan) -> None:
     limits = plan.limits
+    if plan.clients > CLIENTS_LIMIT:
+        raise PlanError(f"clients: {plan.clients} is over {CLIENTS_LIMIT}")
     if plan.requests > limits.max_requests:
         raise PlanError(f"{plan.requests} requests are over the limit of {limits.max_requests}; raise it with --max-requests")
     if plan.concurrency > limits.max_concurrency:

@@ -103,7 +103,7 @@ def storm(_windtunnel_runner: asyncio.Runner) -> BlowStorm:
 
 
 def assert_clean(result: "StormResult", *, allow: Collection[str] = ()) -> None:
-    """Fails the test with every finding that is not allowed, and when nothing follows from the storm (`StormResult.untried`)."""
+    """Fails the test with every finding that is not allowed, and when the storm proves nothing (`StormResult.untried`)."""
     from windtunnel.lab.findings import find
 
     if result.untried is not None:

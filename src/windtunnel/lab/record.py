@@ -227,7 +227,7 @@ class StormResult:
 
     @property
     def untried(self) -> str | None:
-        """Why nothing follows from a storm without findings: interrupted, a client lost, or no victim left. None: something does."""
+        """Why a storm without findings proves nothing: interrupted, a client lost, or no victim left. None: it does."""
         victims = self.of(Role.VICTIM)
         if self.interrupted:
             return self.interrupted

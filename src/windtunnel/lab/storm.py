@@ -57,7 +57,8 @@ async def run_storm(
     on_event: Callable[[StormEvent], None] | None = None,
     pid: int | None = None,
 ) -> StormResult:
-    """Raises PlanError for a bad plan, LinkError for client processes that cannot be had, and TargetError when the target does not answer a plain request before the storm.
+    """Raises PlanError for a bad plan, LinkError for client processes that cannot be had, and TargetError when the target does
+    not answer a plain request before the storm.
 
     `pid` is the server's process where it is ours to see; a drain needs it.
     """
