@@ -63,7 +63,7 @@ def run(
         _print_plan(name, trials)
         return
     commands = {arm: one for arm, one in (("control", control_cmd), ("treatment", treatment_cmd)) if one is not None}
-    options = Options(trials, seed, time_scale, commands, ready_url, owned, aa, looks, out)  # type: ignore[arg-type]  # checked above
+    options = Options(trials, seed, time_scale, commands, ready_url, owned, aa, looks, out, name)  # type: ignore[arg-type]  # checked above
     from windtunnel.lab.verdict import EXIT_CODES
 
     raise typer.Exit(EXIT_CODES[_run_and_deliver(name, options, as_json=as_json)])

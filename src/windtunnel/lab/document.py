@@ -1,9 +1,11 @@
 """A storm as a JSON document: what experiments, reports and CI read. Plain dictionaries; the schema is in `schema/`."""
 
+import os
 import platform
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
+from datetime import UTC, datetime, timedelta
 from enum import Enum
 from typing import Any
 
@@ -51,20 +53,24 @@ def storm_document(result: StormResult) -> dict[str, Any]:
         "events": _events(result),
         "findings": finding_documents(find(result)),
         "interrupted": result.interrupted,
+        "untried": result.untried,
         "notes": list(result.notes),
     }
 
 
 def storm_report(target: Target, result: StormResult, *, reproduce: str | None = None) -> dict[str, Any]:
     """The document of one storm by itself, with keys and personal data removed; schema `storm.schema.json`."""
+    started_at = datetime.now(UTC) - timedelta(microseconds=max((phase.ended_ns for phase in result.phases), default=0) / 1e3)
     document = {
         "format": 1,
+        "started_at": started_at.isoformat(timespec="seconds"),
         "target": target.origin.url,
         "model": target.model,
         "metrics_urls": [f"{url.origin.url}{url.path}" for url in target.metrics],
         **storm_document(result),
         "storm": plan_document(result.plan),
         "versions": versions(),
+        "environment": environment(),
         **({"reproduce": reproduce} if reproduce else {}),
     }
     cleaned: dict[str, Any] = redact(document, secrets_of(target.headers))
@@ -89,6 +95,11 @@ def _plain(value: Any) -> Any:
 def versions() -> dict[str, str]:
     system = f"{platform.system()} {platform.machine()}"
     return {"windtunnel": windtunnel.__version__, "python": platform.python_version(), "system": system}
+
+
+def environment() -> dict[str, str]:
+    """The machine that the storm was sent from; no names of hosts or people."""
+    return {"kernel": platform.release(), "cpus": str(os.cpu_count()), "implementation": platform.python_implementation()}
 
 
 def finding_documents(findings: Iterable[Finding]) -> list[dict[str, Any]]:

@@ -17,14 +17,16 @@ from typing import Any
 
 from windtunnel.lab.arms import LOG_LIMIT_NOTE, Running, Stopped, count_patterns, fill, is_cut, running
 from windtunnel.lab.connection import parse_origin
+from windtunnel.lab.document import environment as machine
 from windtunnel.lab.document import plan_document, storm_document, versions
 from windtunnel.lab.experiment_file import Arm, ArmName, Environment, Experiment, Prediction
 from windtunnel.lab.findings import Severity
 from windtunnel.lab.plan import StormPlan, check_target_allowed
 from windtunnel.lab.redact import redact, secrets_of
-from windtunnel.lab.storm import StormEvent, run_storm
+from windtunnel.lab.storm import run_storm
 from windtunnel.lab.target import TargetError, check_hosts, find_model, make_target
 from windtunnel.lab.verdict import decide, effect_document, holds, observed
+from windtunnel.lab.view import StormEvent
 
 FORMAT = 1
 RACE_PATTERN = "race_reports"
@@ -48,6 +50,8 @@ class Options:
     looks: int = 1
     """Test so often, evenly over the trials, and stop at the first significant effect. Each look has alpha / looks."""
     out: Path | None = None
+    source: str | None = None
+    """The name or file that the experiment was loaded by; None: its own name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,6 +297,7 @@ def _empty_trial() -> dict[str, Any]:
         "events": [],
         "findings": [],
         "interrupted": None,
+        "untried": "no result",
         "notes": [],
     }
 
@@ -343,6 +348,7 @@ def make_document(
         "started_at": started_at.isoformat(timespec="seconds"),
         "duration_s": round((datetime.now(UTC) - started_at).total_seconds(), 3),
         "versions": versions(),
+        "environment": machine(),
         "reproduce": reproduce(experiment, options),
     }
     cleaned: dict[str, Any] = redact(document, _secrets(experiment))
@@ -377,7 +383,7 @@ def _findings(trials: Mapping[ArmName, list[dict[str, Any]]]) -> list[dict[str, 
 
 def reproduce(experiment: Experiment, options: Options) -> str:
     """The command that runs this again, as a person would type it."""
-    words = ["windtunnel", "experiment", "run", experiment.name]
+    words = ["windtunnel", "experiment", "run", options.source or experiment.name]
     words += ["--trials", str(experiment.trials), "--seed", str(experiment.seed)]
     if options.time_scale != 1.0:
         words += ["--time-scale", f"{options.time_scale:g}"]

@@ -13,7 +13,7 @@ _SECRET_HEADERS = re.compile(r"auth|key|token|cookie|secret", re.IGNORECASE)
 _LEAST_LENGTH = 4
 _PATTERNS: tuple[tuple[re.Pattern[str], str], ...] = (
     (
-        re.compile(r"(--[\w-]*(?:key|token|secret|password)[\w-]*[= ]+)(\"[^\"]*\"|'[^']*'|[^\s\"']+)", re.IGNORECASE),
+        re.compile(r"(--[\w-]*(?:(?:key|secret|password)[\w-]*|token)[= ]+)(\"[^\"]*\"|'[^']*'|[^\s\"']+)", re.IGNORECASE),
         rf"\1{REPLACEMENT}",
     ),
     (re.compile(r"\b((?:[A-Z]+_)?(?:API_KEY|TOKEN|SECRET|PASSWORD)=)\S+"), rf"\1{REPLACEMENT}"),

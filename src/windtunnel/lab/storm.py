@@ -13,11 +13,13 @@ the plan's duration limit is reached; cancelling it cancels everything it starte
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 
+from windtunnel.lab.arms import unless_stopped
 from windtunnel.lab.asks import AskMaker
 from windtunnel.lab.client import Gate, Leave, Session, request_body, run_request
 from windtunnel.lab.clients import Clients, LocalClients, make_clients
@@ -29,6 +31,7 @@ from windtunnel.lab.record import Ask, BystanderRecord, End, Phase, Sample, Stor
 from windtunnel.lab.sampler import Sampler, is_quiet, recognise_sources
 from windtunnel.lab.states import States
 from windtunnel.lab.target import Target, TargetError
+from windtunnel.lab.view import VIEW_EVERY_NS, Seen, StormEvent, StormView
 
 BASELINE_SAMPLES = 3
 GRACE_FLOOR_NS = 1_000_000_000
@@ -40,50 +43,51 @@ _MODELS_PATH = "/v1/models"
 """What a bystander gets instead of `/metrics` where there are none."""
 
 
-@dataclass(frozen=True, slots=True)
-class StormEvent:
-    """Progress, for whoever watches."""
-
-    at_ns: int
-    phase: str
-    text: str
-
-
 async def run_storm(
     target: Target,
     plan: StormPlan,
     *,
     stop: asyncio.Event | None = None,
     on_event: Callable[[StormEvent], None] | None = None,
+    on_view: Callable[[StormView], None] | None = None,
     pid: int | None = None,
 ) -> StormResult:
-    """Raises PlanError for a bad plan, LinkError for client processes that cannot be had, and TargetError when the target does
-    not answer a plain request before the storm.
+    """Raises PlanError for a bad plan, LinkError for client processes that cannot be had, TargetError when the target does not
+    answer a plain request before the storm, and Stopped when it is stopped before it begins.
 
-    `pid` is the server's process where it is ours to see; a drain needs it.
+    `on_view` is told every `VIEW_EVERY_NS` how the storm stands. `pid` is the server's process where it is ours to see; a drain
+    needs it.
     """
     check_plan(plan)
     if plan.drain and pid is None:
         raise PlanError("drain: needs the id of the server's process: --server-pid")
+    stop = stop or asyncio.Event()
     session = Session(target, plan.request_timeout_ns, plan.linger_ns)
-    sampler = Sampler(session, await recognise_sources(target))
+    sampler = Sampler(session, await unless_stopped(recognise_sources(target), stop))
     sampler.pid, session.kind = pid, sampler.kind.name
     storm = _Storm(session, plan, sampler, on_event or (lambda _event: None))
     working = asyncio.create_task(storm.run())
-    stopping = asyncio.create_task((stop or asyncio.Event()).wait())
+    stopping = asyncio.create_task(stop.wait())
+    watching = asyncio.create_task(_watch(storm, on_view))
     limit_s = plan.limits.max_duration_ns / 1e9
     try:
         await asyncio.wait({working, stopping}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
         early = "stopped" if stopping.done() else f"the duration limit of {limit_s:g} s was reached"
         reason = None if working.done() else early
     finally:
-        for task in (working, stopping):
+        for task in (working, stopping, watching):
             task.cancel()
-        await asyncio.gather(working, stopping, return_exceptions=True)
+        await asyncio.gather(working, stopping, watching, return_exceptions=True)
         await storm.close()
     if reason is None:
         working.result()
     return storm.result(reason)
+
+
+async def _watch(storm: "_Storm", on_view: Callable[[StormView], None] | None) -> None:
+    while on_view is not None:
+        on_view(storm.view())
+        await asyncio.sleep(VIEW_EVERY_NS / 1e9)
 
 
 def planned_asks(plan: StormPlan) -> Iterator[Ask]:
@@ -126,6 +130,7 @@ class _Storm:
         self._settled: Sample | None = None
         self._acting: list[asyncio.Task[None]] = []
         self._notes: list[str] = []
+        self._seen = Seen()
 
     async def prepare(self) -> None:
         """Calibrate with one plain request, then read the baseline."""
@@ -405,6 +410,26 @@ class _Storm:
         finally:
             self._phases.append(Phase(name, started_ns, self.session.now_ns()))
 
+    def view(self) -> StormView:
+        """How the storm stands. Findings are looked for once a phase, because that reads every record."""
+        last, base = self._last_usable(), self._baseline
+        if self._seen.due(len(self._phases), len(self.streams)):
+            self._seen.look(self.result(None), settled=self._after_probe is not None or self._quiet_ns is not None)
+        gauges = {key: (value, base.gauges.get(key)) for key, value in last.gauges.items()} if last and base else {}
+        return StormView(
+            at_ns=self.session.now_ns(),
+            phase=self.sampler.phase,
+            planned=self.plan.requests,
+            opened=self.session.opened,
+            open_by_stage=dict(self.clients.stages()),
+            ended=dict(Counter(record.end.value for record in self.streams)),
+            bystanders=len(self.bystanders),
+            harmed=sum(one.harmed for one in self.bystanders),
+            gauges=gauges,
+            findings=self._seen.findings,
+            lost_clients=tuple(self.clients.lost),
+        )
+
     async def close(self) -> None:
         """End what may still be at work."""
         for task in self._acting:
@@ -414,29 +439,33 @@ class _Storm:
         await self.clients.close()
 
     def result(self, interrupted: str | None) -> StormResult:
-        baseline = self._baseline or Sample(0, "baseline", 0, 0, {}, {}, None, "not read before the storm ended")
         streams = self.streams
         if self._oracle:
             streams = judge(streams, Known(record.ask for record in streams), exact_length=self._exact)
+        return self._result(streams, interrupted)
+
+    def _last_notes(self) -> Iterator[str]:
+        """What is known only at the end."""
         if self.states.missed:
-            self._notes.append(f"{self.states.missed} victims left without having been seen in the state they waited for")
+            yield f"{self.states.missed} victims left without having been seen in the state they waited for"
         if self.sampler.not_numbers:
             names = ", ".join(sorted(self.sampler.not_numbers))
-            self._notes.append(f"{names}: NaN or infinite in some samples, taken as missing there")
-        victims = [record for record in streams if record.ask.role is Role.VICTIM]
+            yield f"{names}: NaN or infinite in some samples, taken as missing there"
+        victims = [record for record in self.streams if record.ask.role is Role.VICTIM]
         if victims and not any(record.left_ns for record in victims):
-            self._notes.append("no victim left: all had ended before their moment came; raise max_tokens or leave earlier")
+            yield "no victim left: all had ended before their moment came; raise max_tokens or leave earlier"
+
+    def _result(self, streams: Sequence[StreamRecord], interrupted: str | None) -> StormResult:
         faults = {record.ask.tag: record.fault for record in streams}
-        bystanders = tuple(replace(one, fault=faults.get(one.tag)) if one.tag else one for one in self.bystanders)
         return StormResult(
             plan=self.plan,
             kind=self.sampler.kind.name,
             cancel_grace_ns=grace_ns(self.sampler.kind.cancel_grace_ns, self.plan.time_scale),
             watches={key: gauge.watch.value for key, gauge in self.sampler.gauges().items()},
-            baseline=baseline,
+            baseline=self._baseline or Sample(0, "baseline", 0, 0, {}, {}, None, "not read before the storm ended"),
             oracle=self._oracle,
             streams=tuple(streams),
-            bystanders=bystanders,
+            bystanders=tuple(replace(one, fault=faults.get(one.tag)) if one.tag else one for one in self.bystanders),
             samples=tuple(self.sampler.samples),
             phases=tuple(self._phases),
             quiet_ns=self._quiet_ns,
@@ -449,7 +478,7 @@ class _Storm:
             drain=self.extras.drained,
             front=self.extras.front,
             lost_clients=tuple(self.clients.lost),
-            notes=(*self._notes, *self.session.notes),
+            notes=(*self._notes, *self._last_notes(), *self.session.notes),
         )
 
 

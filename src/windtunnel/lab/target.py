@@ -6,6 +6,7 @@ TGI, llama.cpp and TensorRT-LLM follow those projects' public documentation and 
 Unknown servers are watched through `--watch NAME`.
 """
 
+import asyncio
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,6 +20,7 @@ from windtunnel.lab.connection import ConnectionCut, MalformedResponse, Origin, 
 from windtunnel.lab.plan import Api, check_target_allowed, is_local
 
 SERIES_LIMIT = 50_000
+MODELS_PATIENCE_S = 30
 
 
 class Watch(Enum):
@@ -289,8 +291,11 @@ async def find_model(target_url: str, headers: Mapping[str, str]) -> str:
     origin = parse_origin(target_url)
     path = "/models" if origin.prefix.endswith("/v1") else "/v1/models"
     try:
-        answer = await fetch(origin, "GET", path, headers)
+        async with asyncio.timeout(MODELS_PATIENCE_S):
+            answer = await fetch(origin, "GET", path, headers)
         return str(json.loads(answer.body)["data"][0]["id"])
+    except TimeoutError:
+        raise TargetError(f"{origin.url}{path}: no answer within {MODELS_PATIENCE_S} s") from None
     except (OSError, ConnectionCut, MalformedResponse) as error:
         raise TargetError(f"{origin.url}{path}: {error}") from error
     except (ValueError, LookupError, TypeError) as error:
