@@ -22,8 +22,8 @@ from windtunnel.lab.clients import SpreadClients, _clock_offset_ns, _Peer
 from windtunnel.lab.connection import How
 from windtunnel.lab.document import storm_document, storm_report
 from windtunnel.lab.findings import find
-from windtunnel.lab.links import LinkError, ProcessLink, open_links
 from windtunnel.lab.messages import Ready, decode, encode
+from windtunnel.lab.pipes import ClientsError, ProcessPipe, open_pipes
 from windtunnel.lab.plan import Moment, PlanError, Role, Shape, StormPlan, Trigger, check_plan
 from windtunnel.lab.record import BystanderRecord, End, StormResult, StreamRecord
 from windtunnel.lab.report import schema
@@ -192,7 +192,7 @@ async def test_a_process_that_does_not_start_is_an_error_with_its_words(monkeypa
     monkeypatch.setenv("PYTHONPATH", os.devnull)
     monkeypatch.setenv("PYTHONNOUSERSITE", "1")
     monkeypatch.setenv("PYTHONHOME", os.devnull)
-    with pytest.raises(LinkError, match=r"client process 1 ended with exit status 1"):
+    with pytest.raises(ClientsError, match=r"client process 1 ended with exit status 1"):
         await SpreadClients(Session(make_target("http://127.0.0.1:1", "m"), S, 0)).start(1, "processes")
 
 
@@ -214,8 +214,8 @@ async def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     async def strangers(count: int, on: str) -> list[_Stranger]:
         return [_Stranger()]
 
-    monkeypatch.setattr("windtunnel.lab.clients.open_links", strangers)
-    with pytest.raises(LinkError, match=r"runs windtunnel 0.0.1-other, this is"):
+    monkeypatch.setattr("windtunnel.lab.clients.open_pipes", strangers)
+    with pytest.raises(ClientsError, match=r"runs windtunnel 0.0.1-other, this is"):
         await SpreadClients(Session(make_target("http://127.0.0.1:1", "m"), S, 0)).start(1, "processes")
 
 
@@ -234,11 +234,11 @@ async def test_another_machines_clock_is_measured() -> None:
 
 
 async def test_a_client_process_ends_with_its_coordinator() -> None:
-    (link,) = await open_links(1, "processes")
-    assert isinstance(link, ProcessLink)
+    (pipe,) = await open_pipes(1, "processes")
+    assert isinstance(pipe, ProcessPipe)
     pid = client_processes()[0]
-    assert await link.receive() is not None
-    await link.close()
+    assert await pipe.receive() is not None
+    await pipe.close()
     assert pid not in children()
 
 

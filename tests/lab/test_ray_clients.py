@@ -15,9 +15,9 @@ from tests.lab.fake_server import FakeServer
 from tests.lab.test_clients import PLAN, essence, fake
 
 from windtunnel.lab.findings import find
-from windtunnel.lab.links import LinkError
+from windtunnel.lab.pipes import ClientsError
 from windtunnel.lab.plan import Moment, Role, Shape, Trigger
-from windtunnel.lab.ray_link import ray_links
+from windtunnel.lab.ray_pipe import ray_pipes
 from windtunnel.lab.record import End
 from windtunnel.lab.storm import run_storm
 
@@ -39,8 +39,8 @@ def cluster() -> Iterator[str]:
 
 async def test_without_ray_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(LinkError, match=r"pip install 'windtunnel\[ray\]'"):
-        await ray_links(2)
+    with pytest.raises(ClientsError, match=r"pip install 'windtunnel\[ray\]'"):
+        await ray_pipes(2)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", None])
@@ -83,8 +83,8 @@ async def test_two_nodes_give_what_one_process_gives(cluster: str, monkeypatch: 
 @pytest.mark.slow
 async def test_more_clients_than_cpus_are_refused(cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", cluster)
-    with pytest.raises(LinkError, match="3 clients need a CPU each, the cluster has 2 free"):
-        await ray_links(3)
+    with pytest.raises(ClientsError, match="3 clients need a CPU each, the cluster has 2 free"):
+        await ray_pipes(3)
 
 
 def all_processes() -> list[int]:

@@ -38,7 +38,9 @@ def storm(
     server_pid: Annotated[
         int | None, typer.Option(help="The server's process: its memory, threads, sockets are watched")
     ] = None,
-    api: Annotated[str, typer.Option(help="completions or chat")] = "completions",
+    api: Annotated[
+        str, typer.Option(help="completions, chat, generate (SGLang's own), messages (Anthropic's) or responses")
+    ] = "completions",
     no_stream: Annotated[bool, typer.Option("--no-stream", help="Victims do not stream; use --when after:… or sent")] = False,
     max_tokens: Annotated[int, typer.Option(help="Tokens that each victim asks for")] = 256,
     prompt_words: Annotated[int, typer.Option(help="Length of each victim's prompt")] = 16,

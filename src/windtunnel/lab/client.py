@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from windtunnel.lab.connection import Connection, ConnectionCut, How, MalformedResponse, Origin, fetch, request_bytes
+from windtunnel.lab.dialects import DIALECTS
 from windtunnel.lab.plan import Api, Moment, Trigger
 from windtunnel.lab.record import Ask, End, StreamRecord
 from windtunnel.lab.target import Target
@@ -78,13 +79,7 @@ class Gate:
 
 def request_body(target: Target, ask: Ask) -> bytes:
     """The JSON of a request, as it is sent."""
-    prompt: dict[str, Any] = (
-        {"messages": [{"role": "user", "content": ask.prompt}]} if ask.api is Api.CHAT else {"prompt": ask.prompt}
-    )
-    options = {"max_tokens": ask.max_tokens, "temperature": 0, "ignore_eos": True, "stream": ask.stream}
-    if ask.n > 1:
-        options |= {"n": ask.n, "temperature": 1}  # greedy decoding takes one choice only (vLLM reference §2.2)
-    return json.dumps({"model": target.model, **prompt, **options}).encode()
+    return json.dumps({**DIALECTS[ask.api].body(target.model, ask), "stream": ask.stream}).encode()
 
 
 async def run_request(session: Session, ask: Ask, leave: Leave | None = None) -> StreamRecord:
@@ -227,7 +222,7 @@ async def _abort_by_id(recorder: "_Recorder") -> None:
     """Ask the target to abort this request. vLLM wants the engine's id: for completions that is `ID-0` (reference §1.4)."""
     session, ask = recorder.session, recorder.ask
     kind = session.kind if session.kind in _ABORT_ROUTES else "vllm"
-    prefix = {Api.COMPLETIONS: "cmpl-", Api.CHAT: "chatcmpl-"}[ask.api]
+    prefix = {Api.COMPLETIONS: "cmpl-", Api.CHAT: "chatcmpl-", Api.RESPONSES: "resp_"}.get(ask.api, "")
     request_id = recorder.response_id or prefix + ask.request_id
     if kind == "vllm" and ask.api is Api.COMPLETIONS:
         request_id += "-0"
@@ -299,6 +294,7 @@ class _Recorder:
         self._left: tuple[str, int, int, str] | None = None
         self._due_ns: int | None = None
         self._finished: set[int] = set()
+        self._reader = DIALECTS[ask.api].reader()
         self.response_id: str | None = None
 
     @property
@@ -325,7 +321,8 @@ class _Recorder:
         if data == b"[DONE]":
             self._done = True
             return
-        payload = _object(data)
+        payload = self._reader.event(_object(data))
+        self._done = self._done or bool(payload.get("done"))
         if payload.get("error") is not None:
             self._end = End.ERROR_FRAME
             self.error = _shorten(data)
@@ -353,7 +350,7 @@ class _Recorder:
                 self.on_enough()
 
     def whole_answer(self, body: bytes) -> None:
-        payload = _object(body)
+        payload = self._reader.whole(_object(body, or_list=self.ask.api is Api.GENERATE))
         for choice in payload.get("choices") or ():
             self._choice(choice)
         self._done = True
@@ -413,11 +410,14 @@ class _Recorder:
         )
 
 
-def _object(data: bytes) -> dict[str, Any]:
+def _object(data: bytes, *, or_list: bool = False) -> dict[str, Any]:
+    """A JSON object; with `or_list` a list of them becomes `{"list": …}`."""
     try:
         payload = json.loads(data)
     except ValueError:
         raise MalformedResponse(f"not JSON: {_shorten(data)!r}") from None
+    if or_list and isinstance(payload, list):
+        payload = {"list": payload}
     if not isinstance(payload, dict):
         raise MalformedResponse(f"not a JSON object: {_shorten(data)!r}")
     return payload

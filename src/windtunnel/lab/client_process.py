@@ -1,7 +1,7 @@
 """One of several client processes of a storm: it sends the requests that its coordinator hands out, and returns their records.
 
 Run as a module it speaks frames (four bytes of length, then a pickled message) on stdin and stdout and ends with its stdin, so
-that no client outlives its coordinator. On Ray the same object lives in an actor (`lab.ray_link`).
+that no client outlives its coordinator. On Ray the same object lives in an actor (`lab.ray_pipe`).
 """
 
 import asyncio

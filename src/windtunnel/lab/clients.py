@@ -19,7 +19,6 @@ from typing import Any, Protocol
 import windtunnel
 from windtunnel.core.units import S
 from windtunnel.lab.client import Gate, Leave, Session, run_request
-from windtunnel.lab.links import Link, LinkError, open_links
 from windtunnel.lab.messages import (
     AtGate,
     Begin,
@@ -36,6 +35,7 @@ from windtunnel.lab.messages import (
     decode,
     encode,
 )
+from windtunnel.lab.pipes import ClientsError, Pipe, open_pipes
 from windtunnel.lab.plan import StormPlan
 from windtunnel.lab.record import Ask, End, LostClient, StreamRecord
 
@@ -93,15 +93,15 @@ class _Errand:
 class _Peer:
     """One client process, as its coordinator sees it. Owns the errands that it has been given."""
 
-    def __init__(self, link: Link) -> None:
-        self.link = link
+    def __init__(self, pipe: Pipe) -> None:
+        self.pipe = pipe
         self.errands: dict[int, _Errand] = {}
         self.stages: Counter[str] = Counter()
         self.reading: asyncio.Task[None] | None = None
         self.alive = True
 
     def send(self, message: Any) -> None:
-        self.link.send(encode(message))
+        self.pipe.send(encode(message))
 
 
 class SpreadClients:
@@ -117,20 +117,22 @@ class SpreadClients:
         self._closing = False
 
     async def start(self, processes: int, on: str) -> None:
-        """Raises LinkError when they do not come up, or are of another version."""
-        self._peers = [_Peer(link) for link in await open_links(processes, on)]
+        """Raises ClientsError when they do not come up, or are of another version."""
+        self._peers = [_Peer(pipe) for pipe in await open_pipes(processes, on)]
         try:
             async with asyncio.timeout(START_PATIENCE_NS / 1e9):
                 await asyncio.gather(*(self._begin(peer) for peer in self._peers))
         except TimeoutError:
-            raise LinkError(f"not all {processes} client processes were ready within {START_PATIENCE_NS / 1e9:g} s") from None
+            raise ClientsError(
+                f"not all {processes} client processes were ready within {START_PATIENCE_NS / 1e9:g} s"
+            ) from None
 
     async def _begin(self, peer: _Peer) -> None:
         ready = await _hear(peer)
         if not isinstance(ready, Ready) or ready.version != windtunnel.__version__:
             found = ready.version if isinstance(ready, Ready) else "something else"
-            raise LinkError(f"{peer.link.name} runs windtunnel {found}, this is {windtunnel.__version__}")
-        peer.link.name += f" (pid {ready.pid} on {ready.host})"
+            raise ClientsError(f"{peer.pipe.name} runs windtunnel {found}, this is {windtunnel.__version__}")
+        peer.pipe.name += f" (pid {ready.pid} on {ready.host})"
         session = self._session
         start_ns = session.start_ns + await _clock_offset_ns(peer)
         peer.send(Begin(session.target, session.timeout_ns, session.linger_ns, session.kind, start_ns))
@@ -143,7 +145,7 @@ class SpreadClients:
         if peer is None:
             return self._died(errand, "no client process is left")
         peer.errands[number] = errand
-        self._session.clients += 1
+        self._session.clients += ask.n
         self._session.opened += 1
         try:
             bare = replace(leave, wait=None, gate=None) if leave is not None else None
@@ -154,7 +156,7 @@ class SpreadClients:
             raise
         finally:
             del peer.errands[number]
-            self._session.clients -= 1
+            self._session.clients -= ask.n
             if errand.waiting is not None:
                 errand.waiting.cancel()
 
@@ -171,7 +173,7 @@ class SpreadClients:
         for task in (*readers, *self._tasks):
             task.cancel()
         await asyncio.gather(*readers, *self._tasks, return_exceptions=True)
-        await asyncio.gather(*(peer.link.close() for peer in peers), return_exceptions=True)
+        await asyncio.gather(*(peer.pipe.close() for peer in peers), return_exceptions=True)
 
     def _peer_for(self, number: int) -> _Peer | None:
         """By turns; the turn of one that is gone goes to the next."""
@@ -200,7 +202,7 @@ class SpreadClients:
         return task
 
     async def _read(self, peer: _Peer) -> None:
-        while (frame := await peer.link.receive()) is not None:
+        while (frame := await peer.pipe.receive()) is not None:
             self._take(peer, decode(frame))
         await self._lose(peer)
 
@@ -220,7 +222,7 @@ class SpreadClients:
         elif isinstance(message, Wait):
             errand.waiting = self._keep(self._wait(peer, message, errand))
         elif isinstance(message, Failed):
-            errand.outcome.set_exception(RuntimeError(f"{peer.link.name}: {message.text}"))
+            errand.outcome.set_exception(RuntimeError(f"{peer.pipe.name}: {message.text}"))
 
     async def _wait(self, peer: _Peer, message: Wait, errand: _Errand) -> None:
         assert errand.leave is not None and errand.leave.wait is not None
@@ -229,11 +231,11 @@ class SpreadClients:
     async def _lose(self, peer: _Peer) -> None:
         """The process is gone: say so, and end what it had at work."""
         peer.alive, peer.stages = False, Counter()
-        why = await peer.link.why()
+        why = await peer.pipe.why()
         errands = [errand for errand in peer.errands.values() if not errand.outcome.done()]
-        self.lost.append(LostClient(peer.link.name, why, self._session.now_ns(), len(errands)))
+        self.lost.append(LostClient(peer.pipe.name, why, self._session.now_ns(), len(errands)))
         for errand in errands:
-            errand.outcome.set_result(self._died(errand, f"{peer.link.name} {why}"))
+            errand.outcome.set_result(self._died(errand, f"{peer.pipe.name} {why}"))
 
     def _died(self, errand: _Errand, why: str) -> StreamRecord:
         errand.count_in()
@@ -241,9 +243,9 @@ class SpreadClients:
 
 
 async def _hear(peer: _Peer) -> Any:
-    frame = await peer.link.receive()
+    frame = await peer.pipe.receive()
     if frame is None:
-        raise LinkError(f"{peer.link.name} {await peer.link.why()}")
+        raise ClientsError(f"{peer.pipe.name} {await peer.pipe.why()}")
     return decode(frame)
 
 
@@ -265,7 +267,7 @@ async def _clock_offset_ns(peer: _Peer) -> int:
 
 
 async def make_clients(session: Session, plan: StormPlan) -> Clients:
-    """Those that the plan asks for, started. Raises LinkError."""
+    """Those that the plan asks for, started. Raises ClientsError."""
     if plan.clients == 1 and plan.on == "processes":
         return LocalClients(session)
     spread = SpreadClients(session)

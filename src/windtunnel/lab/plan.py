@@ -53,12 +53,24 @@ class Moment(Enum):
 
 
 class Api(Enum):
+    """A request API; how each is spoken is in `lab.dialects`."""
+
     COMPLETIONS = "completions"
     CHAT = "chat"
+    GENERATE = "generate"
+    """SGLang's own."""
+    MESSAGES = "messages"
+    """Anthropic's."""
+    RESPONSES = "responses"
 
     @property
     def path(self) -> str:
-        return {"completions": "/v1/completions", "chat": "/v1/chat/completions"}[self.value]
+        return {"chat": "/v1/chat/completions", "generate": "/generate"}.get(self.value, f"/v1/{self.value}")
+
+    @property
+    def choices(self) -> bool:
+        """Whether a request may ask for several."""
+        return self in (Api.COMPLETIONS, Api.CHAT, Api.GENERATE)
 
 
 _HOWS = ", ".join(how.value for how in How)
@@ -330,6 +342,8 @@ def _check_shape(name: str, shape: Shape) -> None:
         raise PlanError(f"{name}.max_tokens: {shape.max_tokens} is not in 1…1000000")
     if not 1 <= shape.n <= 64:
         raise PlanError(f"{name}.n: {shape.n} is not in 1…64")
+    if shape.n > 1 and not shape.api.choices:
+        raise PlanError(f"{name}.n: {shape.api.value} has one choice only")
     if not 1 <= shape.prompt_words <= 1_000_000:
         raise PlanError(f"{name}.prompt_words: {shape.prompt_words} is not in 1…1000000")
 

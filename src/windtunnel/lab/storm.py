@@ -52,7 +52,7 @@ async def run_storm(
     on_view: Callable[[StormView], None] | None = None,
     pid: int | None = None,
 ) -> StormResult:
-    """Raises PlanError for a bad plan, LinkError for client processes that cannot be had, TargetError when the target does not
+    """Raises PlanError for a bad plan, ClientsError for client processes that cannot be had, TargetError when the target does not
     answer a plain request before the storm, and Stopped when it is stopped before it begins.
 
     `on_view` is told every `VIEW_EVERY_NS` how the storm stands. `pid` is the server's process where it is ours to see; a drain

@@ -177,7 +177,7 @@ class Target:
     """Further gauges by their full metric name."""
 
     def path(self, api: Api) -> str:
-        """Requests go to the API's path; a base URL that ends in `/v1` already has its first part."""
+        """Requests go to the API's path below the base; a base URL that ends in `/v1` already has its first part."""
         return api.path.removeprefix("/v1") if self.origin.prefix.endswith("/v1") else api.path
 
     def headers_for(self, origin: Origin) -> Mapping[str, str]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from windtunnel.lab.links import Link, LinkError
+from windtunnel.lab.pipes import ClientsError, Pipe
 
 if TYPE_CHECKING:
     from windtunnel.lab.client_process import ClientProcess
@@ -50,7 +50,7 @@ class RayClient:
         return self._client
 
 
-class RayLink:
+class RayPipe:
     """One actor, as its coordinator reaches it."""
 
     def __init__(self, number: int, actor: Any, last: "_Connection") -> None:
@@ -88,26 +88,26 @@ class RayLink:
 
 
 class _Connection:
-    """This process's connection to the cluster. It ends with the last link, if it was made for them."""
+    """This process's connection to the cluster. It ends with the last pipe, if it was made for them."""
 
-    def __init__(self, links: int, *, ours: bool) -> None:
-        self._links = links
+    def __init__(self, pipes: int, *, ours: bool) -> None:
+        self._pipes = pipes
         self._ours = ours
 
     def leave(self) -> None:
-        self._links -= 1
-        if not self._links and self._ours:
+        self._pipes -= 1
+        if not self._pipes and self._ours:
             import ray
 
             ray.shutdown()
 
 
-async def ray_links(count: int) -> Sequence[Link]:
-    """So many actors on the cluster that RAY_ADDRESS names, or that runs on this machine. Raises LinkError."""
+async def ray_pipes(count: int) -> Sequence[Pipe]:
+    """So many actors on the cluster that RAY_ADDRESS names, or that runs on this machine. Raises ClientsError."""
     try:
         import ray
     except ImportError:
-        raise LinkError("--on ray needs the package ray: pip install 'windtunnel[ray]'") from None
+        raise ClientsError("--on ray needs the package ray: pip install 'windtunnel[ray]'") from None
     ours = not ray.is_initialized()
     if ours:
         await asyncio.to_thread(_connect)
@@ -116,16 +116,16 @@ async def ray_links(count: int) -> Sequence[Link]:
     if free < count:
         connection = _Connection(1, ours=ours)
         connection.leave()
-        raise LinkError(f"--on ray: {count} clients need a CPU each, the cluster has {free:g} free; lower --clients")
+        raise ClientsError(f"--on ray: {count} clients need a CPU each, the cluster has {free:g} free; lower --clients")
     remote = ray.remote(num_cpus=1, scheduling_strategy="SPREAD", max_restarts=0)(RayClient)
-    return [RayLink(number, remote.remote(), connection) for number in range(1, count + 1)]
+    return [RayPipe(number, remote.remote(), connection) for number in range(1, count + 1)]
 
 
 _NO_CLUSTER = "--on ray: no Ray cluster answers; set RAY_ADDRESS or start one (ray start --head)"
 
 
 def _connect() -> None:
-    """Raises LinkError. Ray ends the whole process when its head does not answer, so that is tried before."""
+    """Raises ClientsError. Ray ends the whole process when its head does not answer, so that is tried before."""
     import ray
 
     host, colon, port = os.environ.get("RAY_ADDRESS", "").rpartition(":")
@@ -135,4 +135,4 @@ def _connect() -> None:
         logging.getLogger("ray").setLevel(logging.ERROR)
         ray.init(address="auto", log_to_driver=False, configure_logging=False)
     except (OSError, RuntimeError, ValueError) as error:
-        raise LinkError(f"{_NO_CLUSTER}: {' '.join(str(error).split())[:200]}") from error
+        raise ClientsError(f"{_NO_CLUSTER}: {' '.join(str(error).split())[:200]}") from error

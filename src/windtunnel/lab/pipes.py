@@ -1,4 +1,4 @@
-"""How a coordinator reaches its client processes: a link carries frames both ways and says why the other end is gone."""
+"""How a coordinator reaches its client processes: a pipe carries frames both ways and says why the other end is gone."""
 
 import asyncio
 import os
@@ -18,11 +18,11 @@ CLOSE_PATIENCE_NS = 5 * S
 STDERR_TAIL_BYTES = 2_000
 
 
-class LinkError(Environment):
+class ClientsError(Environment):
     """Client processes that cannot be had as they were asked for: no Ray, no cluster, not enough of it."""
 
 
-class Link(Protocol):
+class Pipe(Protocol):
     """Owned by the coordinator (`lab.clients`). What is queued to be sent is bounded by the storm's limit of concurrency."""
 
     name: str
@@ -40,7 +40,7 @@ class Link(Protocol):
         """End the other side, and wait until it has ended."""
 
 
-class ProcessLink:
+class ProcessPipe:
     """A process of this machine. It has a session of its own, so that a terminal's Ctrl-C reaches the coordinator only."""
 
     def __init__(self, number: int, process: asyncio.subprocess.Process) -> None:
@@ -52,7 +52,7 @@ class ProcessLink:
         self._draining = asyncio.ensure_future(self._drain(process.stderr))
 
     @classmethod
-    async def start(cls, number: int) -> "ProcessLink":
+    async def start(cls, number: int) -> "ProcessPipe":
         pipe = asyncio.subprocess.PIPE
         words = (sys.executable, "-m", "windtunnel.lab.client_process")
         process = await asyncio.create_subprocess_exec(
@@ -101,10 +101,10 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))}
 
 
-async def open_links(count: int, on: str) -> Sequence[Link]:
-    """`count` client processes, started. Raises LinkError."""
+async def open_pipes(count: int, on: str) -> Sequence[Pipe]:
+    """`count` client processes, started. Raises ClientsError."""
     if on == "ray":
-        from windtunnel.lab.ray_link import ray_links
+        from windtunnel.lab.ray_pipe import ray_pipes
 
-        return await ray_links(count)
-    return [await ProcessLink.start(number) for number in range(1, count + 1)]
+        return await ray_pipes(count)
+    return [await ProcessPipe.start(number) for number in range(1, count + 1)]
