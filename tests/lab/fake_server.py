@@ -118,7 +118,7 @@ class FakeServer:
         elif path == "/abort_requests":
             self.aborted |= set(json.loads(body)["request_ids"])
             await answer(writer, 200, "{}")
-        elif path.startswith("/debug/"):
+        elif path.startswith(("/debug/", "/version")):
             await answer(writer, 404, "{}")
         elif path in plain:
             status = 500 if path == "/metrics" and self.harms("bystander-500") else 200

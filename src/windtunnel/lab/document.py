@@ -27,6 +27,7 @@ def storm_document(result: StormResult) -> dict[str, Any]:
     """All of a storm that a reader needs, times in seconds from its start."""
     return {
         "engine_kind": result.kind,
+        "server": dict(result.server),
         "oracle": result.oracle,
         "victims": _victims(result),
         "bystanders": _bystanders(result),

@@ -274,6 +274,7 @@ def _empty_trial() -> dict[str, Any]:
     none = {"sent": 0, "complete": 0, "lost": 0, "by_end": {}, "text_faults": {}}
     return {
         "engine_kind": None,
+        "server": {},
         "oracle": False,
         "victims": {"sent": 0, "left": 0, "left_in": {}, "by_end": {}},
         "bystanders": {"sent": 0, "non_200": 0, "harmed": 0, "by_status": {}},

@@ -36,9 +36,10 @@ class Extras:
 
     @property
     def front(self) -> bool:
-        """Whether the target is not itself one of the metrics sources."""
+        """Whether the target is a router: one by its own metrics, or not itself one of the metrics sources."""
         origin = self._session.target.origin
-        return all((url.origin.host, url.origin.port) != (origin.host, origin.port) for url, _ in self._sampler.kinds)
+        here = (origin.host, origin.port)
+        return all(kind.router or (url.origin.host, url.origin.port) != here for url, kind in self._sampler.kinds)
 
     async def learn(self) -> None:
         """Ask some prompts twice; those that are answered alike twice are known."""
@@ -64,6 +65,8 @@ class Extras:
     async def leave_a_worker(self) -> None:
         """Ask the first worker that takes requests without the router, leave, and see how long it runs on."""
         for url, kind in self._sampler.kinds:
+            if kind.router:
+                continue
             front = self._session.target
             session = Session(replace(front, origin=url.origin, headers=front.headers_for(url.origin)), 5 * S, 0)
             before = await self._running(url)

@@ -222,6 +222,8 @@ class StormResult:
     drain: DrainRecord | None = None
     front: bool = False
     """Whether the target is not itself one of the metrics sources: a router."""
+    server: Mapping[str, str] = field(default_factory=dict)
+    """What the server says about itself (`lab.server_info`)."""
     lost_clients: tuple[LostClient, ...] = ()
     notes: tuple[str, ...] = field(default=())
 

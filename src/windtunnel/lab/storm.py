@@ -14,7 +14,7 @@ the plan's duration limit is reached; cancelling it cancels everything it starte
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
@@ -29,6 +29,7 @@ from windtunnel.lab.oracle_check import Known, check_text, judge
 from windtunnel.lab.plan import Action, BystanderKind, PlanError, Role, Shape, StormPlan, check_plan, start_offsets
 from windtunnel.lab.record import Ask, BystanderRecord, End, Phase, Sample, StormResult, StreamRecord
 from windtunnel.lab.sampler import Sampler, is_quiet, recognise_sources
+from windtunnel.lab.server_info import OWNERS, server_info
 from windtunnel.lab.states import States
 from windtunnel.lab.target import Target, TargetError
 from windtunnel.lab.view import VIEW_EVERY_NS, Seen, StormEvent, StormView
@@ -52,8 +53,8 @@ async def run_storm(
     on_view: Callable[[StormView], None] | None = None,
     pid: int | None = None,
 ) -> StormResult:
-    """Raises PlanError for a bad plan, ClientsError for client processes that cannot be had, TargetError when the target does not
-    answer a plain request before the storm, and Stopped when it is stopped before it begins.
+    """Raises PlanError for a bad plan, ClientsError for client processes that cannot be had, TargetError when the target does
+    not answer a plain request before the storm, and Stopped when it is stopped before it begins.
 
     `on_view` is told every `VIEW_EVERY_NS` how the storm stands. `pid` is the server's process where it is ours to see; a drain
     needs it.
@@ -64,8 +65,10 @@ async def run_storm(
     stop = stop or asyncio.Event()
     session = Session(target, plan.request_timeout_ns, plan.linger_ns)
     sampler = Sampler(session, await unless_stopped(recognise_sources(target), stop))
-    sampler.pid, session.kind = pid, sampler.kind.name
-    storm = _Storm(session, plan, sampler, on_event or (lambda _event: None))
+    server = await unless_stopped(server_info(target), stop)
+    sampler.pid = pid
+    session.kind = OWNERS.get(server.get("owned_by", ""), "unknown") if sampler.blind else sampler.kind.name
+    storm = _Storm(session, plan, sampler, server, on_event or (lambda _event: None))
     working = asyncio.create_task(storm.run())
     stopping = asyncio.create_task(stop.wait())
     watching = asyncio.create_task(_watch(storm, on_view))
@@ -108,7 +111,15 @@ def planned_asks(plan: StormPlan) -> Iterator[Ask]:
 class _Storm:
     """A storm while it runs. Owns all records until `result` freezes them."""
 
-    def __init__(self, session: Session, plan: StormPlan, sampler: Sampler, tell: Callable[[StormEvent], None]) -> None:
+    def __init__(
+        self,
+        session: Session,
+        plan: StormPlan,
+        sampler: Sampler,
+        server: Mapping[str, str],
+        tell: Callable[[StormEvent], None],
+    ) -> None:
+        self.server = server
         self.session = session
         self.plan = plan
         self.sampler = sampler
@@ -459,7 +470,8 @@ class _Storm:
         faults = {record.ask.tag: record.fault for record in streams}
         return StormResult(
             plan=self.plan,
-            kind=self.sampler.kind.name,
+            kind=self.session.kind,
+            server=self.server,
             cancel_grace_ns=grace_ns(self.sampler.kind.cancel_grace_ns, self.plan.time_scale),
             watches={key: gauge.watch.value for key, gauge in self.sampler.gauges().items()},
             baseline=self._baseline or Sample(0, "baseline", 0, 0, {}, {}, None, "not read before the storm ended"),
