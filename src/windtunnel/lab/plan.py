@@ -313,6 +313,18 @@ def check_plan(plan: StormPlan) -> None:
     _check_limits(plan)
 
 
+_NOT_OVER_TLS = frozenset({How.HALF_CLOSE, How.KILL})
+
+
+def check_over_tls(plan: StormPlan, scheme: str) -> None:
+    """Raises PlanError for ways of leaving that an `https` target has not: TLS cannot be half closed, the relay speaks none."""
+    wrong = sorted(how.value for how in _NOT_OVER_TLS & set(plan.how))
+    if scheme == "https" and wrong:
+        raise PlanError(
+            f"how: {', '.join(wrong)} is for plain HTTP; leave an https target by fin, rst, stop-reading or abort-id"
+        )
+
+
 def _check_hold(plan: StormPlan) -> None:
     if plan.ramp_ns or plan.burst:
         raise PlanError("hold: all victims wait for the last, so ramp and burst change nothing; leave them at 0")

@@ -26,7 +26,17 @@ from windtunnel.lab.clients import Clients, LocalClients, make_clients
 from windtunnel.lab.connection import ConnectionCut, How, MalformedResponse, fetch
 from windtunnel.lab.extras import Extras
 from windtunnel.lab.oracle_check import Known, check_text, judge
-from windtunnel.lab.plan import Action, BystanderKind, PlanError, Role, Shape, StormPlan, check_plan, start_offsets
+from windtunnel.lab.plan import (
+    Action,
+    BystanderKind,
+    PlanError,
+    Role,
+    Shape,
+    StormPlan,
+    check_over_tls,
+    check_plan,
+    start_offsets,
+)
 from windtunnel.lab.record import Ask, BystanderRecord, End, Phase, Sample, StormResult, StreamRecord
 from windtunnel.lab.sampler import Sampler, is_quiet, recognise_sources
 from windtunnel.lab.server_info import OWNERS, server_info
@@ -60,6 +70,7 @@ async def run_storm(
     needs it.
     """
     check_plan(plan)
+    check_over_tls(plan, target.origin.scheme)
     if plan.drain and pid is None:
         raise PlanError("drain: needs the id of the server's process: --server-pid")
     stop = stop or asyncio.Event()
