@@ -1,11 +1,16 @@
 """`windtunnel storm` as a process: its face, its files, and its end on Ctrl-C."""
 
 import asyncio
+import contextlib
+import fcntl
 import json
 import os
+import re
 import shlex
 import signal
+import struct
 import sys
+import termios
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -204,3 +209,52 @@ async def test_a_second_signal_gives_up_at_once() -> None:
         code, _, err = await finish(process)
     assert code in (2, 3)
     assert "Traceback" not in err
+
+
+def take_terminal() -> None:
+    """In the child: the slave at its stdin becomes its controlling terminal."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+async def on_terminal(*words: str) -> tuple[asyncio.subprocess.Process, int]:
+    """The command on a terminal of its own, and the terminal's other side."""
+    master, slave = os.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 140, 0, 0))
+    os.set_blocking(master, False)
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "windtunnel", *words),
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        start_new_session=True,
+        preexec_fn=take_terminal,
+        env={**os.environ, "TERM": "xterm-256color"},
+    )
+    os.close(slave)
+    return process, master
+
+
+def shown(master: int, so_far: bytearray) -> str:
+    with contextlib.suppress(OSError):  # nothing to read, or nobody on the other side any more
+        while part := os.read(master, 65_536):
+            so_far += part
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", so_far.decode("utf-8", "replace"))
+
+
+async def test_a_terminal_gets_a_picture_and_its_ctrl_c_ends_everything() -> None:
+    seen = bytearray()
+    async with fake(itl_s=0.001) as (_, url):
+        process, master = await on_terminal("storm", url, *LONG, "--clients", "2", "--survivors", "2")
+        await until(lambda: "streaming 8" in shown(master, seen))
+        helpers = children(process.pid)
+        assert len(helpers) == 2
+        assert "running 8 (+8)" in shown(master, seen)
+        os.write(master, b"\x03")
+        await asyncio.wait_for(process.wait(), 30)
+        text = shown(master, seen)
+        os.close(master)
+    assert process.returncode == 3
+    assert gone(helpers)
+    assert "interrupted: stopped" in text
+    assert "Traceback" not in text
+    assert seen.rindex(b"\x1b[?25h") > seen.rindex(b"\x1b[?25l"), "the cursor is shown again"

@@ -100,7 +100,9 @@ async def test_keys_are_sent_with_everything_and_shown_nowhere(tmp_path: Path) -
         code, out, err = await storm(url, *SMALL, *words, "--clients", "2")
     await server.stop()
     assert (code, keys) == (0, {"bearer s3cr3t-0123"}), err
-    for text in (out, err, *(path.read_text() for path in tmp_path.iterdir())):
+    written = await asyncio.to_thread(lambda: [path.read_text() for path in tmp_path.iterdir()])
+    assert len(written) == 3
+    for text in (out, err, *written):
         assert "s3cr3t" not in text
     assert "authorization: <removed>" in json.loads(out)["reproduce"].lower()
 

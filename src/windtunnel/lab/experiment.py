@@ -394,6 +394,8 @@ def reproduce(experiment: Experiment, options: Options) -> str:
         words += ["--aa", options.aa]
     if options.looks > 1:
         words += ["--looks", str(options.looks)]
+    if options.owned:
+        words.append("--i-own-this-target")
     if options.ready_url:
         words += ["--ready-url", options.ready_url]
     return shlex.join(words)
