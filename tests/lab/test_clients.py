@@ -17,15 +17,15 @@ from tests.lab.conftest import until
 from tests.lab.fake_server import FakeServer
 
 from windtunnel.core.units import MS, S
-from windtunnel.lab.client import Session
+from windtunnel.lab.client import Gate, Leave, Session
 from windtunnel.lab.clients import SpreadClients, _clock_offset_ns, _Peer
 from windtunnel.lab.connection import How
 from windtunnel.lab.document import storm_document, storm_report
 from windtunnel.lab.findings import find
 from windtunnel.lab.messages import Ready, decode, encode
 from windtunnel.lab.pipes import ClientsError, ProcessPipe, open_pipes
-from windtunnel.lab.plan import Moment, PlanError, Role, Shape, StormPlan, Trigger, check_plan
-from windtunnel.lab.record import BystanderRecord, End, StormResult, StreamRecord
+from windtunnel.lab.plan import Api, Moment, PlanError, Role, Shape, StormPlan, Trigger, check_plan
+from windtunnel.lab.record import Ask, BystanderRecord, End, StormResult, StreamRecord
 from windtunnel.lab.report import schema
 from windtunnel.lab.storm import run_storm
 from windtunnel.lab.target import Target, make_target
@@ -112,10 +112,42 @@ async def test_the_gate_holds_over_all_processes() -> None:
     assert all(victim.left_ns is not None and victim.left_ns >= third for victim in victims)
 
 
-async def test_who_never_comes_does_not_hold_the_gate() -> None:
-    plan = replace(SPREAD, hold=True, victim=Shape(max_tokens=2), survivors=0, bystanders=0, request_timeout_ns=60 * S)
-    result = await blow(plan)
-    assert {victim.end for victim in result.of(Role.VICTIM)} == {End.FINISHED}
+async def test_who_ends_before_the_gate_does_not_hold_it() -> None:
+    gate = Gate(2, 600 * S)
+    long, short = (
+        Ask(tag, Role.VICTIM, 0, Api.COMPLETIONS, f"[wt:{tag:x}]", tokens, True) for tag, tokens in ((1, 100_000), (2, 2))
+    )
+    async with fake(itl_s=0.001) as (_, target):
+        clients = SpreadClients(Session(target, 600 * S, 0))
+        await clients.start(2, "processes")
+        try:
+            async with asyncio.timeout(30):
+                records = await asyncio.gather(
+                    clients.run(long, Leave(How.FIN, Trigger(Moment.TOKENS, 1), gate=gate)),
+                    clients.run(short, Leave(How.FIN, Trigger(Moment.TOKENS, 3), gate=gate)),
+                )
+        finally:
+            await clients.close()
+    assert [record.end for record in records] == [End.LEFT, End.FINISHED]
+
+
+async def test_who_is_held_is_released_when_a_client_process_dies() -> None:
+    gate = Gate(2, 600 * S)
+    asks = [Ask(tag, Role.VICTIM, 0, Api.COMPLETIONS, f"[wt:{tag:x}]", 100_000, True) for tag in (1, 2)]
+    async with fake(itl_s=0.001) as (server, target):
+        clients = SpreadClients(Session(target, 600 * S, 0))
+        await clients.start(2, "processes")
+        leaves = [Leave(How.FIN, Trigger(Moment.TOKENS, count), gate=gate) for count in (1, 90_000)]
+        running = [asyncio.ensure_future(clients.run(*pair)) for pair in zip(asks, leaves, strict=True)]
+        try:
+            await until(lambda: server.running == 2)
+            holder = next(pid for pid in client_processes() if f"pid {pid} " in clients._peer_for(1).pipe.name)  # type: ignore[union-attr]
+            os.kill(holder, signal.SIGKILL)
+            async with asyncio.timeout(30):
+                records = await asyncio.gather(*running)
+        finally:
+            await clients.close()
+    assert [record.end for record in records] == [End.LEFT, End.CLIENT_DIED]
 
 
 async def test_states_of_the_target_are_asked_for_by_message(monkeypatch: pytest.MonkeyPatch) -> None:

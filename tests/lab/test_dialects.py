@@ -30,6 +30,12 @@ def said(text: str, reason: str | None = None, **more: object) -> dict[str, obje
 
 
 GENERATE = events(said(" acorn"), said(" acorn actor", "length"), DONE)
+TWICE = events(
+    said(" acorn", output_ids=[1]) | {"meta_info": {"completion_tokens": 1}},
+    said(" acorn", output_ids=[1]) | {"meta_info": {"completion_tokens": 2, "finish_reason": {"type": "length"}}},
+    DONE,
+)
+"""Deltas, and the same word twice."""
 DELTAS = events(said(" acorn"), said(" actor", "length"), DONE)
 MESSAGES = events(
     {"type": "message_start", "message": {"id": "r1", "content": []}},
@@ -69,6 +75,10 @@ async def test_a_whole_stream(api: Api, frames: list[bytes], reason: str) -> Non
     assert len(record.frame_ns) == 2
     cut = await ask_once(api, HEAD + chunked(*frames[:-1]) + END)
     assert cut.end is End.UNTERMINATED
+
+
+async def test_the_same_word_twice_is_two_words() -> None:
+    assert (await ask_once(Api.GENERATE, HEAD + chunked(*TWICE) + END)).words == ("acorn", "acorn")
 
 
 @pytest.mark.parametrize(

@@ -160,6 +160,7 @@ async def test_a_terminals_ctrl_c_reaches_no_client_process(tmp_path: Path) -> N
         words = [sys.executable, "-m", "windtunnel", "storm", url, *LONG, "--clients", "2", "--json"]
         process = await asyncio.create_subprocess_exec(*words, stdout=pipe, stderr=pipe, start_new_session=True)
         await until(lambda: server.running == 10)
+        assert all(os.getsid(pid) == pid for pid in children(process.pid))
         os.killpg(process.pid, signal.SIGINT)
         code, out, err = await finish(process)
     assert code == 3, err

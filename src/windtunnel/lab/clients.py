@@ -111,7 +111,7 @@ class SpreadClients:
         self.lost: list[LostClient] = []
         self._session = session
         self._peers: list[_Peer] = []
-        self._numbers = count(1)
+        self._numbers, self._gate_numbers = count(), count()
         self._gates: dict[Gate, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = False
@@ -185,7 +185,7 @@ class SpreadClients:
         if gate is None or gate.is_open:
             return None
         if gate not in self._gates:
-            self._gates[gate] = next(self._numbers)
+            self._gates[gate] = next(self._gate_numbers)
             self._keep(self._tell_open(gate, self._gates[gate]))
         return self._gates[gate], gate.timeout_ns
 

@@ -83,11 +83,17 @@ class _Generate:
             return payload
         index = payload.get("index") or 0
         text, before = payload.get("text") or "", self._texts.get(index, "")
-        new = text.removeprefix(before)
-        self._texts[index] = text if text.startswith(before) else before + text
         meta = payload.get("meta_info") or {}
+        new = text[len(before) :] if self._cumulative(payload, meta, before) else text
+        self._texts[index] = before + new
         reason = (meta.get("finish_reason") or {}).get("type")
         return {"id": meta.get("id"), "choices": [{"index": index, "text": new, "finish_reason": reason}]}
+
+    @staticmethod
+    def _cumulative(payload: Payload, meta: Payload, before: str) -> bool:
+        """An event with as many ids as tokens have been made has all of the text."""
+        ids, made = payload.get("output_ids"), meta.get("completion_tokens")
+        return len(ids) >= made if ids is not None and made else (payload.get("text") or "").startswith(before)
 
     def whole(self, payload: Payload) -> Payload:
         """Several choices come as a list."""
