@@ -1,4 +1,4 @@
-"""How long the event loop is held at a time while prompts of 100,000 tokens are worked on: CPU time, so neighbours do not count.
+"""How long the event loop is held at a time while prompts of 100,000 tokens are worked on, in CPU time: no neighbour counts.
 
 A server runs in this process on asyncio's own loop, every callback of which is timed on the loop thread's clock. 100 streams
 with 20 ms between tokens run; then the same beside long prompts. A frame that falls due waits at most for the callback under
@@ -27,8 +27,8 @@ TOKENS = 1000
 SETTLE_S = 1.0
 MEASURED_S = 6.0
 _FLAGS = (
-    "bench-model", "--port", "0", "--disable-access-log", "--itl", "20ms", "--max-num-seqs", "2000", "--max-model-len", "131072",
-    "--num-gpu-blocks-override", "65536",
+    "bench-model", "--port", "0", "--disable-access-log", "--itl", "20ms", "--max-num-seqs", "2000",
+    "--max-model-len", "131072", "--num-gpu-blocks-override", "65536",
 )  # fmt: skip
 
 
@@ -58,14 +58,19 @@ async def _server() -> Any:
     process = SimulatorProcess(uvicorn_config(config, server), server)
     process.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]
     serving = asyncio.create_task(process.serve())
-    while not process.started:
-        await asyncio.sleep(0.01)
+    async with asyncio.timeout(30):
+        await _started(process)
     try:
         yield process.servers[0].sockets[0].getsockname()[1]
     finally:
         process.should_exit = True
         await serving
         server.close()
+
+
+async def _started(process: SimulatorProcess) -> None:
+    while not process.started:  # noqa: ASYNC110 (uvicorn offers a flag and no event)
+        await asyncio.sleep(0.01)
 
 
 @contextlib.contextmanager
