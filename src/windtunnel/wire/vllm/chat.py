@@ -420,7 +420,7 @@ class ChatEncoder:
         if self._plain and delta.finish_reason is None and self._roles_sent:
             if not delta.text:
                 return b""
-            return b"".join((self._heads[delta[0]], chunks.json_text(delta.text), self._tail))
+            return b"".join((self._heads[delta[0]], http.json_text(delta.text), self._tail))
         before = b"" if self._roles_sent else self._role_chunks()
         return before + self._full(delta)
 
