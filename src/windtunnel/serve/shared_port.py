@@ -50,13 +50,12 @@ class GrpcRelay:
     async def _join(self, client: "Pipe", first: bytes) -> None:
         loop = asyncio.get_running_loop()
         try:
-            _, far = await loop.create_unix_connection(lambda: Pipe(self._pipes), str(self.path))
+            far, _ = await loop.create_unix_connection(lambda: Pipe(self._pipes, client), str(self.path))
         except OSError as error:
             log.warning("gRPC does not take connections: %s", error)
             client.transport.abort()
             return
-        client.join(far)
-        far.transport.write(first)
+        far.write(first)
         client.transport.resume_reading()
 
     def close(self) -> None:
@@ -72,19 +71,19 @@ class Pipe(asyncio.Protocol):
 
     transport: asyncio.Transport
 
-    def __init__(self, pipes: "set[Pipe]") -> None:
+    def __init__(self, pipes: "set[Pipe]", other: "Pipe | None" = None) -> None:
+        """`pipes` holds all that are open. Without `other`, which comes first, the other end is still to come."""
         self._pipes = pipes
-        self._other: Pipe | None = None
+        self._other = other
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self.transport = transport
         self._pipes.add(self)
-
-    def join(self, other: "Pipe") -> None:
-        """An end that has gone meanwhile takes the other with it."""
-        self._other, other._other = other, self
-        if self not in self._pipes:
-            other.transport.close()
+        if self._other is None:
+            return
+        self._other._other = self
+        if self._other not in self._pipes:
+            transport.close()
 
     def data_received(self, data: bytes) -> None:
         assert self._other is not None
