@@ -18,6 +18,7 @@ BENCHMARKS = (
     "sim_cluster",
     "agreement",
     "big_prompt",
+    "loop_holds",
     "pacing_jitter",
     "grpc_stream",
 )

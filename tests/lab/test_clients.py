@@ -17,10 +17,12 @@ from tests.lab.conftest import until
 from tests.lab.fake_server import FakeServer
 
 from windtunnel.core.units import MS, S
+from windtunnel.lab.arms import running
 from windtunnel.lab.client import Gate, Leave, Session
 from windtunnel.lab.clients import SpreadClients, _clock_offset_ns, _Peer
 from windtunnel.lab.connection import How
 from windtunnel.lab.document import storm_document, storm_report
+from windtunnel.lab.experiment_file import Arm
 from windtunnel.lab.findings import find
 from windtunnel.lab.messages import Ready, decode, encode
 from windtunnel.lab.pipes import ClientsError, ProcessPipe, open_pipes
@@ -268,8 +270,8 @@ async def test_another_machines_clock_is_measured() -> None:
 async def test_a_client_process_ends_with_its_coordinator() -> None:
     (pipe,) = await open_pipes(1, "processes")
     assert isinstance(pipe, ProcessPipe)
-    pid = client_processes()[0]
     assert await pipe.receive() is not None
+    (pid,) = client_processes()
     await pipe.close()
     assert pid not in children()
 
@@ -284,3 +286,13 @@ def test_bad_places_are_refused(changes: dict[str, Any], message: str) -> None:
 
 def test_the_record_is_one_json_document() -> None:
     assert json.loads(json.dumps(storm_document(asyncio.run(blow(SPREAD)))))["clients"]["processes"] == 3
+
+
+async def test_client_processes_speak_grpc_too(tmp_path: Path) -> None:
+    arm = Arm(command="{python} -m windtunnel serve --model m --port {port} --grpc-port {port2} --ttft 5ms --itl 2ms")
+    async with running(arm, tmp_path / "log", time_scale=1.0, seed=0) as server:
+        url = f"grpc://127.0.0.1:{server.more_ports[0]}"
+        target = make_target(url, "m", metrics_urls=[f"{server.url}/metrics"])
+        one, two = await run_storm(target, PLAN), await run_storm(target, replace(PLAN, clients=2))
+    assert essence(two)["streams"] == essence(one)["streams"]
+    assert find(two) == ()

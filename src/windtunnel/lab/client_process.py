@@ -129,6 +129,8 @@ class ClientProcess:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if self._session is not None:
+            await self._session.links.close()
 
 
 class _FarGate(Gate):

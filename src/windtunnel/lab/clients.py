@@ -145,8 +145,7 @@ class SpreadClients:
         if peer is None:
             return self._died(errand, "no client process is left")
         peer.errands[number] = errand
-        self._session.clients += ask.n
-        self._session.opened += 1
+        self._session.came()
         try:
             bare = replace(leave, wait=None, gate=None) if leave is not None else None
             peer.send(Run(number, ask, bare, self._gate(leave)))
@@ -156,7 +155,7 @@ class SpreadClients:
             raise
         finally:
             del peer.errands[number]
-            self._session.clients -= ask.n
+            self._session.went(self._session.now_ns())
             if errand.waiting is not None:
                 errand.waiting.cancel()
 
@@ -214,7 +213,6 @@ class SpreadClients:
         if errand is None or errand.outcome.done():
             return
         if isinstance(message, Done):
-            self._session.last_closed_ns = max(self._session.last_closed_ns, message.record.ended_ns)
             self._session.notes.update(dict.fromkeys(message.notes))
             errand.outcome.set_result(message.record)
         elif isinstance(message, AtGate):

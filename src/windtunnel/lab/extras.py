@@ -10,7 +10,7 @@ from dataclasses import replace
 from windtunnel.core.units import MS, S
 from windtunnel.lab.asks import AskMaker
 from windtunnel.lab.client import Leave, Session, run_request
-from windtunnel.lab.connection import How
+from windtunnel.lab.connection import GRPC, How
 from windtunnel.lab.plan import Moment, Role, Shape, StormPlan, Trigger
 from windtunnel.lab.process_facts import alive
 from windtunnel.lab.record import DirectCheck, DrainRecord, End, KnownPair, StreamRecord
@@ -36,8 +36,13 @@ class Extras:
 
     @property
     def front(self) -> bool:
-        """Whether the target is a router: one by its own metrics, or not itself one of the metrics sources."""
+        """Whether the target is a router: one by its own metrics, or not itself one of the metrics sources.
+
+        A gRPC worker has its metrics on another port.
+        """
         origin = self._session.target.origin
+        if origin.scheme in GRPC:
+            return False
         here = (origin.host, origin.port)
         return all(kind.router or (url.origin.host, url.origin.port) != here for url, kind in self._sampler.kinds)
 

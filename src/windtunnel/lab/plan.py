@@ -2,11 +2,12 @@
 
 import ipaddress
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
 from windtunnel.core.units import MS, S, format_duration, parse_duration_ns
-from windtunnel.lab.connection import How
+from windtunnel.lab.connection import GRPC, HTTP2, How
 
 
 class Role(Enum):
@@ -304,6 +305,7 @@ def check_plan(plan: StormPlan) -> None:
     for name, choices in _CHOICES.items():
         if getattr(plan, name) not in choices:
             raise PlanError(f"{name}: {getattr(plan, name)!r} is none of {', '.join(choices)}")
+    _check_deadline(plan)
     for trigger in plan.triggers:
         _check_trigger(plan, trigger)
     if plan.hold:
@@ -313,16 +315,36 @@ def check_plan(plan: StormPlan) -> None:
     _check_limits(plan)
 
 
-_NOT_OVER_TLS = frozenset({How.HALF_CLOSE, How.KILL})
+_ONLY_HTTP = frozenset({How.HALF_CLOSE, How.KILL})
 
 
-def check_over_tls(plan: StormPlan, scheme: str) -> None:
-    """Raises PlanError for ways of leaving that an `https` target has not: TLS cannot be half closed, the relay speaks none."""
-    wrong = sorted(how.value for how in _NOT_OVER_TLS & set(plan.how))
-    if scheme == "https" and wrong:
-        raise PlanError(
-            f"how: {', '.join(wrong)} is for plain HTTP; leave an https target by fin, rst, stop-reading or abort-id"
-        )
+def check_spoken(plan: StormPlan, scheme: str) -> None:
+    """Raises PlanError for what the protocol of the target has no way to do."""
+    hows, moments = set(plan.how), {trigger.moment for trigger in plan.triggers}
+    if scheme in GRPC:
+        if wrong := hows & _ONLY_HTTP:
+            raise PlanError(
+                f"how: {_named(wrong)} is for HTTP; leave a gRPC worker by rst-stream (cancel), deadline, fin or rst"
+            )
+        if Moment.INCOMPLETE in moments:
+            raise PlanError("when: incomplete is for HTTP: a gRPC library sends a request whole")
+        return
+    if scheme == "https" and (wrong := hows & _ONLY_HTTP):
+        raise PlanError(f"how: {_named(wrong)} is for plain HTTP: TLS cannot be half closed, and the relay speaks none")
+    if How.DEADLINE in hows:
+        raise PlanError("how: deadline is for gRPC: a grpc://HOST:PORT target")
+    if How.RST_STREAM in hows and scheme not in HTTP2:
+        raise PlanError("how: rst-stream is for HTTP/2 and gRPC: an h2c://, h2:// or grpc:// target")
+
+
+def _named(hows: Iterable[How]) -> str:
+    return ", ".join(sorted(how.value for how in hows))
+
+
+def _check_deadline(plan: StormPlan) -> None:
+    by_time = all(trigger.moment is Moment.AFTER for trigger in plan.triggers)
+    if How.DEADLINE in plan.how and (plan.hold or not by_time):
+        raise PlanError("how: deadline is a time from the start: it needs when after:DURATION and no hold")
 
 
 def _check_hold(plan: StormPlan) -> None:

@@ -20,8 +20,6 @@ OWNERS: Mapping[str, str] = {"vllm": "vllm", "sglang": "sglang", "llamacpp": "ll
 
 async def server_info(target: Target) -> dict[str, str]:
     """`owned_by`, `version` and `product`, as far as the target has them."""
-    if target.origin.scheme not in ("http", "https"):
-        return {}
     cards, version, live = await asyncio.gather(*(_get(target, path) for path in ("/v1/models", "/version", "/debug/requests")))
     owner, number = _owner(cards, target.model), version.get("version")
     out = {
@@ -41,7 +39,7 @@ def _owner(cards: Mapping[str, Any], model: str) -> str | None:
 
 async def _get(target: Target, path: str) -> dict[str, Any]:
     """A JSON object, or an empty one where there is none."""
-    origin = target.origin
+    origin = target.plain
     root = Origin(origin.scheme, origin.host, origin.port, origin.prefix.removesuffix("/v1"))
     try:
         async with asyncio.timeout(PATIENCE_S):

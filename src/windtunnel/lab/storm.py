@@ -21,7 +21,7 @@ from itertools import count
 
 from windtunnel.lab.arms import unless_stopped
 from windtunnel.lab.asks import AskMaker
-from windtunnel.lab.client import Gate, Leave, Session, request_body, run_request
+from windtunnel.lab.client import Gate, Leave, Session, described, run_request
 from windtunnel.lab.clients import Clients, LocalClients, make_clients
 from windtunnel.lab.connection import ConnectionCut, How, MalformedResponse, fetch
 from windtunnel.lab.extras import Extras
@@ -33,8 +33,8 @@ from windtunnel.lab.plan import (
     Role,
     Shape,
     StormPlan,
-    check_over_tls,
     check_plan,
+    check_spoken,
     start_offsets,
 )
 from windtunnel.lab.record import Ask, BystanderRecord, End, Phase, Sample, StormResult, StreamRecord
@@ -70,7 +70,7 @@ async def run_storm(
     needs it.
     """
     check_plan(plan)
-    check_over_tls(plan, target.origin.scheme)
+    check_spoken(plan, target.origin.scheme)
     if plan.drain and pid is None:
         raise PlanError("drain: needs the id of the server's process: --server-pid")
     stop = stop or asyncio.Event()
@@ -410,7 +410,7 @@ class _Storm:
 
     async def _act(self, action: Action) -> None:
         await asyncio.sleep(action.after_ns / 1e9)
-        origin, status = self.session.target.origin, "no answer"
+        origin, status = self.session.target.plain, "no answer"
         try:
             async with asyncio.timeout(self.session.timeout_ns / 1e9):
                 answer = await fetch(origin, action.method, action.path, self.session.target.headers)
@@ -459,6 +459,7 @@ class _Storm:
         await asyncio.gather(*self._acting, return_exceptions=True)
         await self.states.close()
         await self.clients.close()
+        await self.session.links.close()
 
     def result(self, interrupted: str | None) -> StormResult:
         streams = self.streams
@@ -537,5 +538,5 @@ def describe(target: Target, plan: StormPlan) -> str:
     for ask in planned_asks(plan):
         if ask.role not in seen:
             seen.add(ask.role)
-            lines.append(f"{ask.role.value}: POST {target.path(ask.api)} {request_body(target, ask).decode()}")
+            lines.append(f"{ask.role.value}: {described(target, ask)}")
     return "\n".join(lines)
