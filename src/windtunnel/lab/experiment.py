@@ -26,7 +26,7 @@ from windtunnel.lab.redact import redact, secrets_of
 from windtunnel.lab.storm import run_storm
 from windtunnel.lab.target import TargetError, check_hosts, find_model, make_target
 from windtunnel.lab.verdict import decide, effect_document, holds, observed
-from windtunnel.lab.view import StormEvent
+from windtunnel.lab.view import StormEvent, StormView
 
 FORMAT = 1
 RACE_PATTERN = "race_reports"
@@ -64,6 +64,7 @@ class Progress:
     total: int
     event: StormEvent | None = None
     document: Mapping[str, Any] | None = None
+    view: StormView | None = None
 
 
 Watcher = Callable[[Progress], None]
@@ -173,9 +174,10 @@ def _tell(
     total: int,
     event: StormEvent | None = None,
     document: Mapping[str, Any] | None = None,
+    view: StormView | None = None,
 ) -> None:
     if watch is not None:
-        watch(Progress(name, trial, done, total, event, document))
+        watch(Progress(name, trial, done, total, event, document, view))
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,14 +191,14 @@ class _Trial:
     logs: Path
     stop: asyncio.Event
 
-    async def run(self, on_event: Callable[[StormEvent], None], *, first: bool) -> dict[str, Any]:
+    async def run(self, tell: Callable[..., None], *, first: bool) -> dict[str, Any]:
         arm = self.experiment.arm(self.name)
         log = self.logs / f"{self.name}-{self.trial + 1}.log"
         seed = self.experiment.seed + self.trial
         plan = self.experiment.plan(self.name, seed=seed, time_scale=self.options.time_scale)
         head = {"trial": self.trial + 1, "arm": self.name, "seed": seed, "time_scale": self.options.time_scale}
         try:
-            document = await self._storm(log, plan, on_event)
+            document = await self._storm(log, plan, tell)
         except Stopped:
             document = {**_empty_trial(), "interrupted": "stopped"}
         except (TargetError, Environment, ValueError) as failure:
@@ -210,15 +212,15 @@ class _Trial:
         races = matches.get(RACE_PATTERN, 0)
         return {**head, "error": None, **document, "race_reports": races, "log_matches": matches}
 
-    async def _storm(self, log: Path, plan: StormPlan, on_event: Callable[[StormEvent], None]) -> dict[str, Any]:
+    async def _storm(self, log: Path, plan: StormPlan, tell: Callable[..., None]) -> dict[str, Any]:
         arm = self.experiment.arm(self.name)
         if arm.url is not None:
             for url in (arm.url, arm.ready_url or arm.url):
                 check_target_allowed(parse_origin(url).host, owned=self.options.owned)
         async with running(arm, log, time_scale=self.options.time_scale, seed=plan.seed, stop=self.stop) as server:
-            watch = _DeathWatch(server, on_event)
+            watch = _DeathWatch(server, tell)
             try:
-                document = await self._blow(arm, server, plan, watch.on_event)
+                document = await self._blow(arm, server, plan, watch)
             except TargetError:
                 status = await watch.exit_status()
                 if status is None:
@@ -227,12 +229,12 @@ class _Trial:
             status = await watch.exit_status()
             return document if status is None else _died(document, status)
 
-    async def _blow(self, arm: Arm, server: Running, plan: StormPlan, on_event: Callable[[StormEvent], None]) -> dict[str, Any]:
+    async def _blow(self, arm: Arm, server: Running, plan: StormPlan, watch: "_DeathWatch") -> dict[str, Any]:
         model = arm.model or await find_model(server.url, arm.headers)
         sources = [fill(one, port=0, more_ports=server.more_ports, time_scale=1.0, seed=0) for one in arm.metrics_urls]
         target = make_target(server.url, model, headers=arm.headers, metrics_urls=sources, watch=arm.watch)
         check_hosts(target, owned=self.options.owned)
-        result = await run_storm(target, plan, stop=self.stop, on_event=on_event, pid=server.pid)
+        result = await run_storm(target, plan, stop=self.stop, on_event=watch.on_event, on_view=watch.on_view, pid=server.pid)
         lost = f"client processes were lost: {result.untried}" if result.lost_clients and not result.interrupted else None
         return {**storm_document(result), "error": lost}
 
@@ -240,16 +242,19 @@ class _Trial:
 class _DeathWatch:
     """Tells a server that ended by itself from one that the drain has ended."""
 
-    def __init__(self, server: Running, on_event: Callable[[StormEvent], None]) -> None:
+    def __init__(self, server: Running, tell: Callable[..., None]) -> None:
         self._server = server
-        self._on_event = on_event
+        self._tell = tell
         self._drained = False
         self._before_drain: int | None = None
 
     def on_event(self, event: StormEvent) -> None:
         if event.phase == "drain" and self._server.process is not None:
             self._drained, self._before_drain = True, self._server.process.returncode
-        self._on_event(event)
+        self._tell(event)
+
+    def on_view(self, view: StormView) -> None:
+        self._tell(view=view)
 
     async def exit_status(self) -> int | None:
         return self._before_drain if self._drained else await self._server.exit_status()

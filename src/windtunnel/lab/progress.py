@@ -136,19 +136,27 @@ def _gauges(view: "StormView") -> "Text":
 
 
 @contextmanager
-def experiment_watch(title: str) -> "Iterator[Callable[[Progress], None]]":
+def experiment_watch(title: str, *, quiet: bool = False) -> "Iterator[Callable[[Progress], None]]":
+    """The picture of the storm in hand, and a line for each trial that has ended; nothing with `quiet`. All on stderr."""
+    from rich.console import Group
+    from rich.live import Live
     from rich.markup import escape
+    from rich.text import Text
 
     console = _console()
+    if quiet:
+        yield lambda _progress: None
+        return
     console.print(f"[bold]{escape(title)}")
-    with console.status("starting") as status:
+    with Live("starting" if console.is_terminal else "", console=console, transient=True, refresh_per_second=8) as live:
 
         def tell(progress: "Progress") -> None:
             head = f"{progress.arm}, trial {progress.trial + 1} [dim]({progress.done + 1} of {progress.total})[/]"
-            if progress.event is not None:
-                status.update(f"{head}: {_PHASES.get(progress.event.phase, progress.event.phase)}")
-            elif progress.document is not None:
+            if progress.document is not None:
+                live.update("")
                 console.print(f"  {head}: {_trial_line(progress.document)}")
+            elif progress.view is not None and console.is_terminal:
+                live.update(Group(Text.from_markup(head), storm_picture(progress.view)))
 
         yield tell
 
