@@ -197,6 +197,21 @@ async def test_a_client_process_that_is_killed_is_reported() -> None:
     assert client_processes() == []
 
 
+async def test_a_client_process_that_is_stuck_is_killed_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("windtunnel.lab.clients.STUCK_AFTER_NS", 0)
+    plan = replace(SPREAD, victim=Shape(max_tokens=100_000), when=Trigger(Moment.TOKENS, 100), survivors=0, later=3)
+    async with fake(itl_s=0.01) as (server, target):
+        storm = asyncio.create_task(run_storm(target, replace(plan, request_timeout_ns=4 * S)))
+        await until(lambda: server.running == plan.victims)
+        os.kill(client_processes()[0], signal.SIGSTOP)
+        result = await storm
+    (lost,) = result.lost_clients
+    assert lost.why == "was killed: no answer within 4 s"
+    assert lost.requests > 0
+    assert all(stream.complete for stream in result.of(Role.LATER))
+    assert client_processes() == []
+
+
 async def test_without_any_client_process_the_storm_still_ends() -> None:
     plan = replace(SPREAD, victim=Shape(max_tokens=100_000), hold=True, survivors=0, request_timeout_ns=60 * S)
     async with fake("no-metrics", itl_s=0.001) as (server, target):
@@ -240,6 +255,8 @@ class _Stranger:
 
     async def why(self) -> str:
         return "never"
+
+    def kill(self, why: str) -> None: ...
 
     async def close(self) -> None: ...
 

@@ -18,10 +18,12 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import typer
 from jsonschema import validate
 from tests.lab.conftest import until
 from tests.lab.fake_server import FakeServer, answer
 
+from windtunnel.cli import compare as compare_command
 from windtunnel.cli import report as report_command
 from windtunnel.lab.process_facts import alive
 from windtunnel.lab.report import schema, storm_html
@@ -77,6 +79,13 @@ async def test_report_makes_a_storms_files_again(tmp_path: Path, capsys: pytest.
     report_command.report(tmp_path)
     assert (tmp_path / "report.html").read_text() == storm_html(json.loads(out))
     assert "Clean" in (tmp_path / "report.html").read_text()
+
+
+def test_single_storms_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "result.json").write_text(json.dumps(dict.fromkeys(schema("storm")["required"])))
+    with pytest.raises(typer.Exit):
+        compare_command.compare(tmp_path, tmp_path)
+    assert "one storm; two results of windtunnel experiment run can be compared" in capsys.readouterr().err
 
 
 def essence(document: dict[str, Any]) -> dict[str, Any]:

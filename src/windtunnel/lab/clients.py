@@ -41,6 +41,8 @@ from windtunnel.lab.record import Ask, End, LostClient, StreamRecord
 
 CLOCK_ROUNDS = 7
 START_PATIENCE_NS = 60 * S
+STUCK_AFTER_NS = 10 * S
+"""A request's record is due so long after its time-out."""
 
 
 class Clients(Protocol):
@@ -149,7 +151,7 @@ class SpreadClients:
         try:
             bare = replace(leave, wait=None, gate=None) if leave is not None else None
             peer.send(Run(number, ask, bare, self._gate(leave)))
-            return await errand.outcome
+            return await self._outcome(peer, errand)
         except asyncio.CancelledError:
             peer.send(Cancel(number))
             raise
@@ -158,6 +160,14 @@ class SpreadClients:
             self._session.went(self._session.now_ns())
             if errand.waiting is not None:
                 errand.waiting.cancel()
+
+    async def _outcome(self, peer: _Peer, errand: _Errand) -> StreamRecord:
+        """A client process ends its requests itself when their time is up; one that does not is stuck, and is killed."""
+        patience_s = (self._session.timeout_ns + STUCK_AFTER_NS) / 1e9
+        await asyncio.wait({errand.outcome}, timeout=patience_s)
+        if not errand.outcome.done():
+            peer.pipe.kill(f"was killed: no answer within {patience_s:g} s")
+        return await errand.outcome
 
     def stages(self) -> Counter[str]:
         total: Counter[str] = Counter()

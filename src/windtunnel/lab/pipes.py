@@ -36,6 +36,9 @@ class Pipe(Protocol):
     async def why(self) -> str:
         """After the end: how it ended."""
 
+    def kill(self, why: str) -> None:
+        """End the other side at once; `why` is then how it ended."""
+
     async def close(self) -> None:
         """End the other side, and wait until it has ended."""
 
@@ -49,6 +52,7 @@ class ProcessPipe:
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         self._in, self._out = process.stdin, process.stdout
         self._errors = bytearray()
+        self._killed: str | None = None
         self._draining = asyncio.ensure_future(self._drain(process.stderr))
 
     @classmethod
@@ -73,10 +77,17 @@ class ProcessPipe:
     async def why(self) -> str:
         status = await self._process.wait()
         await self._draining
+        if self._killed is not None:
+            return self._killed
         if status < 0:
             return f"was killed by signal {-status} ({signal.Signals(-status).name})"
         tail = self._errors.decode("utf-8", "replace").strip()
         return f"ended with exit status {status}" + (f": {tail}" if tail else "")
+
+    def kill(self, why: str) -> None:
+        self._killed = why
+        with suppress(ProcessLookupError):
+            self._process.kill()
 
     async def close(self) -> None:
         """Its stdin ends, so it does; after the patience it is killed."""

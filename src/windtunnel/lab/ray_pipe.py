@@ -59,6 +59,7 @@ class RayPipe:
         self._connection = last
         self._frames: list[bytes] = []
         self._why = "was ended by its coordinator"
+        self._killed: str | None = None
 
     def send(self, frame: bytes) -> None:
         self._actor.take.remote(frame)
@@ -71,11 +72,17 @@ class RayPipe:
                 self._frames = await self._actor.give.remote()
             return self._frames.pop(0)
         except RayError as error:
-            self._why = f"is gone: {' '.join(str(error).split())}"
+            self._why = self._killed or f"is gone: {' '.join(str(error).split())}"
             return None
 
     async def why(self) -> str:
         return self._why
+
+    def kill(self, why: str) -> None:
+        import ray
+
+        self._killed = why
+        ray.kill(self._actor)
 
     async def close(self) -> None:
         import ray
