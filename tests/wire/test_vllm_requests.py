@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from tests.wire.vllm_env import JSON, env, plan
 
-from windtunnel.core.request import Lora
+from windtunnel.core.request import Lora, Repetition
 from windtunnel.wire.family import Usage, WireError
 from windtunnel.wire.vllm import chat, chat_batch, completions, decisions, invocations, messages_in, models, scoring, tokenize
 
@@ -250,3 +250,25 @@ def test_scoring_refusals(call: Any, body: bytes, status: int) -> None:
     with pytest.raises(WireError) as caught:
         call(body, JSON, env())
     assert caught.value.status == status
+
+
+def test_repetition_detection_reaches_the_engine() -> None:
+    asked = {"max_pattern_size": 8, "min_count": 3}
+    assert plan(completions, {"prompt": "a", "repetition_detection": asked}).sampling.repetition == Repetition(1, 8, 3)
+    assert plan(chat, {"messages": HELLO, "repetition_detection": {}}).sampling.repetition is None
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"max_pattern_size": 8},
+        {"max_pattern_size": 8, "min_count": 1},
+        {"max_pattern_size": 2, "min_pattern_size": 3, "min_count": 2},
+        {"max_pattern_size": -1, "min_count": 2},
+        {"max_pattern_size": 2, "min_pattern_size": -1, "min_count": 2},
+    ],
+)
+def test_a_repetition_rule_that_means_nothing_is_a_400(asked: dict[str, int]) -> None:
+    with pytest.raises(WireError, match="repetition_detection") as caught:
+        plan(completions, {"prompt": "a", "repetition_detection": asked})
+    assert caught.value.status == 400

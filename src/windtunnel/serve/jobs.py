@@ -237,6 +237,7 @@ class Jobs:
                     min_tokens=sampling.min_tokens,
                     ignore_eos=sampling.ignore_eos,
                     stop_token_ids=frozenset(sampling.stop_token_ids),
+                    repetition=sampling.repetition,
                     priority=generation.priority,
                     lora=generation.lora,
                     cache_salt=generation.cache_salt,

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from windtunnel.core.request import Lora
+from windtunnel.core.request import Lora, Repetition
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +143,7 @@ class SamplingPlan:
     prompt_logprobs: int | None = None
     seed: int | None = None
     temperature: float | None = None
+    repetition: Repetition | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,7 +97,7 @@ class RunSequence(VllmSequence):
         count = min(_PLAN, self.output_limit - made - 1)
         if self.watched > made:
             count = min(count, self.watched - made)
-        if count < 1:
+        if count < 1 or self.request.repetition is not None:
             return
         planned = self.request.source.token_ids(made, count)
         if not self.stops.isdisjoint(planned):
