@@ -243,6 +243,30 @@ async def test_cached_tokens_at_the_client_in_the_events_and_in_the_metrics_agre
         assert sum(len(event["token_ids"]) for event in stored) == usage["prompt_tokens"] // 4 * 4
 
 
+async def look(server: LiveServer, url: str) -> int:
+    """Cached tokens of a question about one image."""
+    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "what is it?"}]
+    body = {"model": "wt-model", "messages": [{"role": "user", "content": content}], "max_tokens": 1}
+    status, answer = await call(server, "POST", "/v1/chat/completions", body)
+    assert status == 200 and isinstance(answer, dict), answer
+    return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+async def test_an_image_is_part_of_the_prefix_and_of_its_events() -> None:
+    async with publishing(media_tokens=40) as (server, _sub):
+        assert await look(server, "cat.png") == 0
+        first = await look(server, "dog.png")
+        assert first < 40, "only what stands before the image is common"
+        assert await look(server, "cat.png") > 40
+        batches = [decode(payload) for _n, payload in server.server.publishers[0].buffer.since(0)]
+        keys = [key for batch in batches for event in batch.events for key in event.get("extra_keys") or () if key]
+        identifiers = {identifier for block in keys for identifier, _offset in block}
+        assert len(identifiers) == 2
+        assert {offset for block in keys for _identifier, offset in block} == {
+            keys[0][0][1] - 4 * at for at in range(len(keys) // 2)
+        }
+
+
 async def test_no_events_without_the_flag() -> None:
     async with live(dev_mode=True) as server:
         assert server.server.publishers == ()

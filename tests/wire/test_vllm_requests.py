@@ -272,3 +272,40 @@ def test_a_repetition_rule_that_means_nothing_is_a_400(asked: dict[str, int]) ->
     with pytest.raises(WireError, match="repetition_detection") as caught:
         plan(completions, {"prompt": "a", "repetition_detection": asked})
     assert caught.value.status == 400
+
+
+def picture(url: str, **more: Any) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}, **more}
+
+
+def asked_about(*parts: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": ["look", *parts, "and tell"]}]}
+
+
+def test_images_stand_as_placeholders_among_the_tokens() -> None:
+    server = env(media_tokens=9)
+    (prompt,) = plan(chat, asked_about(picture("a.png"), picture("b.png"), picture("x", uuid="mine")), server).prompts
+    first, second, third = prompt.media
+    assert [item.tokens for item in prompt.media] == [9, 9, 9] and third.identifier == "mine"
+    assert first.identifier != second.identifier and len(first.identifier) == 64
+    for item in prompt.media:
+        assert set(prompt.token_ids[item.offset : item.offset + 9]) == {server.vocabulary - 1}
+    assert prompt.token_ids.count(server.vocabulary - 1) == 27
+    (again,) = plan(chat, asked_about(picture("a.png")), server).prompts
+    assert again.media[0] == first
+    assert prompt.text is not None and messages_in.MEDIA_MARK not in prompt.text
+
+
+@pytest.mark.parametrize(
+    ("media_tokens", "body", "word"),
+    [
+        (0, asked_about(picture("a.png")), "takes text only"),
+        (9, asked_about(picture("a.png"), messages_in.MEDIA_MARK), "2 places for 1"),
+        (9, asked_about(picture("a.png")) | {"truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
+        (300, asked_about(picture("a.png")), "maximum context length"),
+    ],
+)
+def test_images_that_cannot_be(media_tokens: int, body: dict[str, Any], word: str) -> None:
+    with pytest.raises(WireError, match=word) as caught:
+        plan(chat, body, env(media_tokens=media_tokens))
+    assert caught.value.status == 400

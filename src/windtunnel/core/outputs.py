@@ -65,7 +65,8 @@ class BlockStored(NamedTuple):
     token_ids: tuple[int, ...]
     block_size: int
     lora: tuple[int, str] | None
-    extra_keys: tuple[tuple[str, ...] | None, ...]
+    extra_keys: tuple[tuple[str | tuple[str, int], ...] | None, ...]
+    """For each block: adapter, media as (identifier, offset in the block), salt."""
     medium: str = "GPU"
 
 

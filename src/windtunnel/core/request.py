@@ -26,6 +26,16 @@ class Lora:
 
 
 @dataclass(frozen=True, slots=True)
+class MediaItem:
+    """An image, a sound or a film that stands among the prompt's tokens; equal identifiers are equal contents."""
+
+    identifier: str
+    offset: int
+    """The first of its placeholder tokens."""
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Repetition:
     """Stop when the output ends in `count` copies of one pattern of `shortest` to `longest` tokens (`repetition_detection`)."""
 
@@ -61,6 +71,8 @@ class EngineRequest:
     priority: int = 0
     lora: Lora | None = None
     cache_salt: str | None = None
+    media: tuple[MediaItem, ...] = ()
+    """By offset. vLLM only."""
     parent_id: str | None = None
     data_parallel_rank: int | None = None
     session_id: str | None = None

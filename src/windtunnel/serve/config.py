@@ -168,6 +168,7 @@ class ServeConfig:
     reasoning_parser: str | None = None
     return_tokens_as_token_ids: bool = False
     trust_request_chat_template: bool = False
+    media_tokens: int = 0
     max_logprobs: int = 20
     stream_interval: int = 1
     sse_keep_alive_interval_ns: int = 0

@@ -276,6 +276,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag("enable-log-requests", "enable_log_requests", _boolean, "log requests and aborts", switch=True),
     Flag("return-tokens-as-token-ids", "return_tokens_as_token_ids", _boolean, "spell logprob tokens token_id:N", switch=True),
     Flag("trust-request-chat-template", "trust_request_chat_template", _boolean, "chat_template in requests", switch=True),
+    Flag("media-tokens", "media_tokens", _integer(0, 1 << 20), "tokens of each image, sound or film in a chat; 0: text only"),
     Flag("max-logprobs", "max_logprobs", _integer(-1), "most alternatives per token"),
     Flag("stream-interval", "stream_interval", _POSITIVE, "tokens per stream chunk"),
     Flag("sse-keep-alive-interval", "sse_keep_alive_interval_ns", _seconds, "comment frames on silent streams", live=True),

@@ -241,6 +241,7 @@ class Jobs:
                     priority=generation.priority,
                     lora=generation.lora,
                     cache_salt=generation.cache_salt,
+                    media=prompt.media,
                     parent_id=parent if sampling.n > 1 else None,
                     data_parallel_rank=generation.data_parallel_rank,
                     session_id=generation.session_id,

@@ -57,7 +57,7 @@ def _stored(event: BlockStored) -> pb.KvBlocksStored:
             block_size=size,
             lora_id=lora_id,
             cache_level=level,
-            extra_keys=[pb.KvBlockExtraKey(text=key) for key in (event.extra_keys[at] if event.extra_keys else None) or ()],
+            extra_keys=[_extra_key(key) for key in (event.extra_keys[at] if event.extra_keys else None) or ()],
         )
         for at, digest in enumerate(event.block_hashes)
     ]
@@ -70,6 +70,12 @@ def _stored(event: BlockStored) -> pb.KvBlocksStored:
         kv_cache_spec_kind=_FULL_ATTENTION,
         lora_name=lora_name,
     )
+
+
+def _extra_key(key: str | tuple[str, int]) -> pb.KvBlockExtraKey:
+    if isinstance(key, str):
+        return pb.KvBlockExtraKey(text=key)
+    return pb.KvBlockExtraKey(multimodal=pb.KvMultimodalKey(identifier=key[0], offset=key[1]))
 
 
 def load_only(sequence: int, timestamp_s: float, rank: int, load: pb.EngineLoad) -> pb.KvEventBatch:

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 
-from windtunnel.core.kv.hashing import ExtraKey
+from windtunnel.core.kv.hashing import ShownKeys
 from windtunnel.core.kv.tiers import HostTier
 from windtunnel.core.outputs import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 
@@ -168,7 +168,7 @@ class BlockPool:
         parent: bytes | None,
         token_ids: tuple[int, ...],
         lora: tuple[int, str] | None,
-        extra_keys: tuple[ExtraKey | None, ...],
+        extra_keys: tuple[ShownKeys | None, ...],
     ) -> None:
         """Publish BlockStored: consecutive blocks of one sequence, just entered or (`kv_cache_report_mode = full`) hit."""
         if self.collects_events:

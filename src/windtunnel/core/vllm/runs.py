@@ -403,7 +403,7 @@ class QuickHasher(BlockHasher):
     def extend(self, hashes: list[bytes], token_ids: Sequence[int], keys: ExtraKeys, blocks: int) -> None:
         size, at = self.block_size, 0
         while len(hashes) < blocks:
-            parent, extra = (hashes[-1], keys.rest) if hashes else (b"", keys.first)
+            parent, extra = hashes[-1] if hashes else b"", keys.of(len(hashes), size)
             digest = hash((parent, tuple(token_ids[at : at + size]), extra or ()))
             hashes.append(digest.to_bytes(8, "little", signed=True))
             at += size

@@ -402,7 +402,7 @@ class VllmScheduler:
             hashes[first - 1] if first else None,
             sequence.token_slice(first * size, stop * size),
             (lora.lora_id, lora.name) if lora else None,
-            sequence.keys.shown(first, stop - first),
+            sequence.keys.shown(first, stop - first, size),
         )
 
 
