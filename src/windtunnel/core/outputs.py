@@ -101,6 +101,8 @@ class StepStats(NamedTuple):
     external_queries: int = 0
     external_hits: int = 0
     """Prompt tokens looked up and found in a tier behind the pool."""
+    disk_hits: int = 0
+    """Of these, the tokens found on disk."""
     extra: Mapping[str, float] = {}
     """Flavour-specific gauges (SGLang queues, P/D), by metric stem."""
 

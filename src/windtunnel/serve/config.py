@@ -74,6 +74,9 @@ class EngineSettings:
     """Size of the host tier; `kv_offloading_blocks` says the same in blocks."""
     kv_offloading_blocks: int = 0
     kv_offloading_block_ns: int = 0
+    kv_offloading_disk_blocks: int = 0
+    """A further tier behind the host's."""
+    kv_offloading_disk_block_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -369,6 +369,13 @@ FLAGS: tuple[Flag, ...] = (
     ),
     Flag("kv-offloading-blocks", "scheduler.kv_offloading_blocks", _COUNT, "the same as a number of blocks"),
     Flag("kv-offloading-block-time", "scheduler.kv_offloading_block_ns", _duration, "what bringing one block back costs"),
+    Flag(
+        "kv-offloading-disk-blocks",
+        "scheduler.kv_offloading_disk_blocks",
+        _COUNT,
+        "blocks on disk, behind those in host memory",
+    ),
+    Flag("kv-offloading-disk-block-time", "scheduler.kv_offloading_disk_block_ns", _duration, "the same cost, from disk"),
     Flag("data-parallel-size", "data_parallel_size", _integer(1, 256), "engine ranks"),
     Flag("kv-events-config", "kv_events.*", parse_kv_events, 'where KV events go: {"enable_kv_cache_events": true, …}'),
     Flag("kv-events-format", "kv_events.form", _choice(*FORMATS), "KV events as maps (0.32 and later) or arrays"),
@@ -499,7 +506,13 @@ def live_changes(config: ServeConfig, changes: Mapping[str, Any]) -> ServeConfig
             names = ", ".join(table.live)
             raise UsageError(f"{key}: not a setting that can be changed while the server runs; those are {names}")
         values[flag.target] = _parse(flag, key, value)
-    return check(apply_values(config, values))
+    changed = check(apply_values(config, values))
+    if config.scheduler.kv_offloading_gib and changed.pacing.gpu_model != config.pacing.gpu_model:
+        raise UsageError(
+            f"gpu_model: {config.pacing.gpu_model} says how many blocks --kv-offloading-size holds, and those cannot change while "
+            "the server runs; start it with --kv-offloading-blocks instead"
+        )
+    return changed
 
 
 def check(config: ServeConfig) -> ServeConfig:
@@ -527,6 +540,10 @@ def _check_vllm(config: ServeConfig) -> None:
         raise UsageError("--kv-offloading-size and --kv-offloading-blocks say the same thing: give one")
     if (scheduler.kv_offloading_gib or scheduler.kv_offloading_blocks) and not scheduler.enable_prefix_caching:
         raise UsageError("--kv-offloading-size needs prefix caching: nothing is found in the host tier without it")
+    if scheduler.kv_offloading_disk_blocks and not (scheduler.kv_offloading_gib or scheduler.kv_offloading_blocks):
+        raise UsageError(
+            "--kv-offloading-disk-blocks needs --kv-offloading-size or --kv-offloading-blocks: it stands behind them"
+        )
     needed = -(-scheduler.max_model_len // scheduler.block_size) + 1
     if scheduler.num_gpu_blocks < needed:
         raise UsageError(

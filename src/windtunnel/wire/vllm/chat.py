@@ -282,7 +282,7 @@ def render_text(messages: Sequence[Any], request: Any, env: ServerEnv) -> tuple[
     except ValidationError as error:
         raise WireError(str(error)) from None
     if media and not env.media_tokens:
-        raise WireError("An image, audio or video part is not possible: this model takes text only (--media-tokens is 0)")
+        raise WireError("An image, audio or video part is not possible: this model takes text only")
     return conversation, _template_text(conversation, request, env)
 
 
