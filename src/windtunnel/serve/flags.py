@@ -227,6 +227,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag("host", "host", _text, "address to listen on"),
     Flag("port", "port", _integer(0, 65535), "TCP port; 0 picks a free one"),
     Flag("grpc-port", "grpc_port", _optional(_integer(0, 65535)), "serve gRPC too, on this TCP port; 0 picks a free one"),
+    Flag("grpc-on-http-port", "grpc_on_http_port", _boolean, "serve gRPC on the same port as HTTP", switch=True),
     Flag("grpc", "grpc_port", _grpc_switch, "the same on port 50051, vLLM's own; HTTP stays", switch=True),
     Flag("served-model-name", "served_model_names", _texts, "public model names; the first is used in answers", many=True),
     Flag("tokenizer", "tokenizer", _optional(_text), "folder with tokenizer.json; without it the built-in tokenizer"),
@@ -531,7 +532,19 @@ def check(config: ServeConfig) -> ServeConfig:
         raise UsageError(f"--kv-events-config: {error}") from None
     if bool(config.ssl_certfile) != bool(config.ssl_keyfile):
         raise UsageError("--ssl-certfile and --ssl-keyfile go together")
-    return config
+    return _with_one_port(config)
+
+
+def _with_one_port(config: ServeConfig) -> ServeConfig:
+    """`--grpc-port` equal to `--port` says the same as `--grpc-on-http-port`."""
+    same = config.grpc_port == config.port != 0
+    if not (same or config.grpc_on_http_port):
+        return config
+    if config.grpc_port is not None and not same:
+        raise UsageError(f"--grpc-on-http-port and --grpc-port {config.grpc_port} contradict each other: give one")
+    if config.ssl_certfile:
+        raise UsageError("--grpc-on-http-port serves no TLS: give gRPC a --grpc-port of its own")
+    return replace(config, grpc_port=None, grpc_on_http_port=True)
 
 
 def _check_vllm(config: ServeConfig) -> None:

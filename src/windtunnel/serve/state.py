@@ -27,6 +27,7 @@ from windtunnel.serve.operator import OperatorState
 from windtunnel.serve.planning import Planner
 from windtunnel.serve.ranks import Balancer, Ranks
 from windtunnel.serve.seams import Seams, load
+from windtunnel.serve.shared_port import GrpcRelay
 from windtunnel.serve.sources import SourceMaker
 from windtunnel.serve.stored import BackgroundRuns, StoredResponses
 from windtunnel.serve.streams import StreamedAnswer
@@ -69,6 +70,7 @@ class Server:
             self.seams.engine(self.flavour.engine(self._engine_config(config), make_pacing(config.pacing, chance), chance))
             for chance in self._chances
         )
+        self.grpc_relay = GrpcRelay(config.limits.connections) if config.grpc_on_http_port else None
         self._pacing = make_pacing(config.pacing, self._chances[0])
         self.history = RequestHistory(config.limits.history)
         self.metrics: Any = self.flavour.metrics(config, self.engine.config)
@@ -156,6 +158,8 @@ class Server:
         self.planner.close()
         for publisher in self.publishers:
             publisher.close()
+        if self.grpc_relay is not None:
+            self.grpc_relay.close()
 
     def _make_ranks(self) -> Ranks:
         """Each rank's steps go to the shared observers and, with KV events, to its own publisher."""
