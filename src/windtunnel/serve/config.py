@@ -96,6 +96,7 @@ class SglangSettings:
     disable_overlap_schedule: bool = False
     max_queued_requests: int | None = None
     decode_log_interval: int = 40
+    log_batches: bool = False
     tp_size: int = 1
     enable_metrics: bool = True
     """Off in SGLang. On here: a test bench without gauges shows nothing of what it is for."""

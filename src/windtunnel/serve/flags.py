@@ -510,8 +510,8 @@ def live_changes(config: ServeConfig, changes: Mapping[str, Any]) -> ServeConfig
     changed = check(apply_values(config, values))
     if config.scheduler.kv_offloading_gib and changed.pacing.gpu_model != config.pacing.gpu_model:
         raise UsageError(
-            f"gpu_model: {config.pacing.gpu_model} says how many blocks --kv-offloading-size holds, and those cannot change while "
-            "the server runs; start it with --kv-offloading-blocks instead"
+            f"gpu_model: {config.pacing.gpu_model} says how many blocks --kv-offloading-size holds, and those cannot change "
+            "while the server runs; start it with --kv-offloading-blocks instead"
         )
     return changed
 
