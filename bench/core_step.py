@@ -112,6 +112,33 @@ def cached_blocks_mib(blocks: int = 1_000_000) -> float:
     return used / 2**20
 
 
+def block_cycle_us(cached: int, blocks: int = 6_400) -> float:
+    """For one block, beside so many cached ones: looked up, touched, freed, taken again, and entered under a new hash."""
+    pool = BlockPool(cached + 1, 16)
+    hashes = [number.to_bytes(32, "big") for number in range(cached)]
+    taken = pool.allocate(cached)
+    pool.enter(taken, hashes, 0, cached)
+    pool.free(taken)
+    fresh = cached
+
+    def run() -> float:
+        nonlocal fresh
+        new = [(fresh + number).to_bytes(32, "big") for number in range(blocks)]
+        fresh += blocks
+        started_ns = time.process_time_ns()
+        found = pool.lookup(hashes[-blocks:], blocks)
+        pool.touch(found)
+        pool.free(found)
+        taken = pool.allocate(blocks)
+        pool.enter(taken, new, 0, blocks)
+        pool.free(taken)
+        used_us = (time.process_time_ns() - started_ns) / blocks / 1000
+        hashes.extend(new)
+        return used_us
+
+    return min(run() for _ in range(RUNS))
+
+
 def yardstick_us() -> float:
     """100,000 additions in a loop: what this interpreter on this machine is worth at this moment."""
 
@@ -134,6 +161,8 @@ MEASURES: dict[str, Callable[[], float]] = {
     "token_us_256_sequences_as_fast_as_possible": lambda: token_us(256, NO_TIME),
     "hash_and_match_100k_tokens_ms": long_prompt_ms,
     "one_million_cached_blocks_mib": cached_blocks_mib,
+    "block_cycle_us_ten_thousand_cached": lambda: block_cycle_us(10_000),
+    "block_cycle_us_one_million_cached": lambda: block_cycle_us(1_000_000),
 }
 
 
