@@ -392,6 +392,7 @@ FLAGS: tuple[Flag, ...] = (
         "kv-events-replay-endpoint", "kv_events.replay_endpoint", _optional(parse_endpoint), "their replay (llm-d's simulator)"
     ),
     Flag("kv-events-replay-queue-size", "kv_events.buffer_steps", _POSITIVE, "batches kept for replay (llm-d-inference-sim)"),
+    Flag("event-batch-size", "kv_events.batch_events", _integer(1, 1 << 20), "KV events of a batch; 1: those of a step"),
     Flag("failure-injection-rate", "failures.rate_percent", _integer(0, 100), "percent that fails on purpose", live=True),
     Flag("failure-types", "failures.types", _failure_types, "how they fail; all kinds when empty", many=True, live=True),
     Flag("max-body-bytes", "limits.body_bytes", _POSITIVE, "largest request body (413)"),
