@@ -246,19 +246,23 @@ async def test_cached_tokens_at_the_client_in_the_events_and_in_the_metrics_agre
 async def test_batches_may_wait_for_so_many_events() -> None:
     async with publishing(kv_events__batch_events=25) as (server, _sub):
         publisher = server.server.publishers[0]
-        await complete(server, words("a "), 1)
-        assert publisher.sequence == 0, "one event is no batch"
         for number in range(20):
             await complete(server, words(f"w{number} "), 2)
         batches = [decode(payload).events for _n, payload in publisher.buffer.since(0)]
         assert batches and all(len(batch) >= 25 for batch in batches)
-        sequence = publisher.sequence
-        await complete(server, words("last "), 1)
-        await server.until(lambda: publisher.sequence > sequence)
+
+
+async def test_a_batch_waits_for_a_second_at_most() -> None:
+    async with publishing(kv_events__batch_events=1000) as (server, _sub):
+        publisher = server.server.publishers[0]
+        await complete(server, words("a "), 1)
+        await complete(server, words("b "), 1)
+        assert publisher.sequence == 0, "two events are no batch"
+        await server.until(lambda: publisher.sequence == 1)
+        ((_sequence, payload),) = publisher.buffer.since(0)
         index = BlockIndex()
-        for _n, payload in publisher.buffer.since(0):
-            index.apply(decode(payload))
-        assert index.hashes == cached(server), "after a second the rest goes out, too"
+        index.apply(decode(payload))
+        assert index.hashes == cached(server)
 
 
 async def look(server: LiveServer, url: str) -> int:
