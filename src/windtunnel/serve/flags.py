@@ -13,7 +13,7 @@ from typing import Any
 
 from windtunnel.core.physics import GPUS, MODELS
 from windtunnel.core.profile import Profile, from_mapping
-from windtunnel.core.units import parse_duration_ns
+from windtunnel.core.units import LONGEST_S, parse_duration_ns
 from windtunnel.serve.config import ServeConfig, UsageError
 from windtunnel.serve.config_file import read_config_file
 from windtunnel.serve.failures import FAILURES
@@ -26,10 +26,7 @@ Parse = Callable[[Any], Any]
 
 
 def _duration(value: Any) -> int:
-    duration_ns = parse_duration_ns(value)
-    if duration_ns > _LONGEST_S * 10**9:
-        raise ValueError(f"{value} is out of range: it must be at most {_LONGEST_S}s")
-    return duration_ns
+    return parse_duration_ns(value)
 
 
 def _seconds(value: Any) -> int:
@@ -39,13 +36,10 @@ def _seconds(value: Any) -> int:
     try:
         seconds = float(value)
     except ValueError:
-        return _duration(value)
-    if not 0 <= seconds <= _LONGEST_S:
-        raise ValueError(f"{value} is out of range: it must be between 0 and {_LONGEST_S} seconds")
+        return parse_duration_ns(value)
+    if not 0 <= seconds <= LONGEST_S:
+        raise ValueError(f"{value} is out of range: it must be between 0 and {LONGEST_S} seconds")
     return round(seconds * 1e9)
-
-
-_LONGEST_S = 10**9
 
 
 def _whole(value: Any) -> int:
