@@ -172,6 +172,7 @@ class FakeServer:
         self.left += 1
         if "deaf" in self.defects:
             await asyncio.gather(working, return_exceptions=True)
+            self.finished += 1
         working.cancel()
         self.running -= "leak-slot" not in self.defects
         self.drifted += "drift" in self.defects
@@ -202,13 +203,16 @@ class FakeServer:
             chunk(writer, json.dumps({"error": {"message": "engine says no", "code": 500}}))
             words = []
         request_id = self.ids[writer]
+        left = self.left
         for at, word in enumerate(words):
-            await asyncio.sleep(itl_s * (20 if self.has("slow-after") else 1))
+            slow = "slow-after" in self.defects and self.left > left
+            await asyncio.sleep(itl_s * (6 if slow else 1))
             self.generated += 1
             if 0 < self.exit_after_tokens <= self.generated:
                 os._exit(EXIT_STATUS)
             if f"{request_id}-0" in self.aborted or (at == 2 and self.has("abort-others")):
                 chunk(writer, json.dumps({"id": request_id, "choices": [{"index": 0, "text": "", "finish_reason": "abort"}]}))
+                self.finished -= 1  # what was aborted is not counted when the stream ends
                 break
             if at == 3 and self.has("cut"):
                 writer.transport.abort()

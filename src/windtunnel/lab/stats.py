@@ -97,6 +97,20 @@ def permutation_p(control: Sequence[float], treatment: Sequence[float], seed: in
     return (count + 1) / (RANDOM_ARRANGEMENTS + 1), f"{RANDOM_ARRANGEMENTS} random arrangements"
 
 
+def paired_p(differences: Sequence[float], seed: int = 0) -> float:
+    """One-sided: how often random signs make the sum of the differences at least as large. Exact when there are few pairs."""
+    size = [abs(one) for one in differences]
+    observed = sum(differences) - 1e-12
+    if 2 ** len(size) <= EXACT_ARRANGEMENTS:
+        sums = [0.0]
+        for one in size:
+            sums = [total + sign * one for total in sums for sign in (1, -1)]
+        return sum(total >= observed for total in sums) / len(sums)
+    random = Random(seed)
+    hits = sum(sum(random.choice((1, -1)) * one for one in size) >= observed for _ in range(RANDOM_ARRANGEMENTS))
+    return (hits + 1) / (RANDOM_ARRANGEMENTS + 1)
+
+
 def _welch(control: Sequence[float], treatment: Sequence[float]) -> Interval:
     from scipy.stats import t
 

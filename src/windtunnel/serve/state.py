@@ -71,7 +71,7 @@ class Server:
         )
         self._pacing = make_pacing(config.pacing, self._chances[0])
         self.history = RequestHistory(config.limits.history)
-        self.metrics: Any = self.flavour.metrics(config, self.engine.config)
+        self.metrics: Any = self.seams.metrics(self.flavour.metrics(config, self.engine.config))
         self.publishers = open_publishers(config, self.flavour, loop)
         self.driver = self._make_ranks()
         self.sources = SourceMaker(config.generation, self.tokenizer)
