@@ -36,6 +36,7 @@ DEFECTS = {
     "miscount": "cancel_miscounted",
     "abort-others": "collateral_abort",
     "slow-after": "survivor_slowdown",
+    "leak-transfer": "transfer_orphan",
 }
 """Defect → the finding that it must raise."""
 EXIT_STATUS = 7
@@ -132,6 +133,8 @@ class FakeServer:
         return self.has(defect) and self.harmed <= 5
 
     def metrics(self) -> str:
+        if "leak-transfer" in self.defects:
+            return self.sglang_metrics()
         lines = {
             'vllm:num_requests_running{engine="0"}': self.running
             + self.drifted
@@ -142,6 +145,12 @@ class FakeServer:
             'vllm:request_success_total{engine="0",finished_reason="length"}': self.finished,
         }
         return "# HELP x y\n" + "".join(f"{name} {value}\n" for name, value in lines.items())
+
+    def sglang_metrics(self) -> str:
+        """A prefill worker's: whoever leaves stays in the queue of transfers."""
+        names = ("num_running_reqs", "num_queue_reqs", "token_usage", "num_prefill_inflight_queue_reqs")
+        values = (self.running, self.waiting, self.running * 0.01, self.left)
+        return "".join(f'sglang:{name}{{tp_rank="0"}} {value}\n' for name, value in zip(names, values, strict=True))
 
     async def generate(
         self, ask: dict[str, object], chat: bool, reader: asyncio.StreamReader, writer: asyncio.StreamWriter

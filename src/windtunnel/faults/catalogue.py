@@ -173,7 +173,7 @@ _ENTRIES = (
     CatalogueEntry(
         name="written-into-others",
         module="written_into_others",
-        summary="after an abort, two requests of each step get one another's tokens",
+        summary="once somebody was aborted, every second request gets the words of the one before it",
         seam="engine",
         models=("vLLM #32255", "llm-d-router #1147"),
         finding="crossed_stream",

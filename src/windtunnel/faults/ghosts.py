@@ -11,7 +11,7 @@ from windtunnel.core.outputs import StepOutput, StepStats
 from windtunnel.faults.proxy import Proxy
 from windtunnel.serve.seams import Seams
 
-_KV_SHARE = 0.01
+_KV_SHARE = 0.002
 """Of the pool, for each ghost."""
 
 

@@ -108,7 +108,7 @@ def _unmade(result: StormResult, settled: Sample, beyond: float) -> list[str]:
 
 def _unseen(stream: StreamRecord) -> int:
     """How many sequences of it may have finished without being seen."""
-    return 0 if stream.end in (End.FINISHED, End.REFUSED, End.ERROR_STATUS) else stream.ask.n
+    return 0 if stream.end in (End.FINISHED, End.REFUSED) else stream.ask.n
 
 
 def _aborted(result: StormResult, settled: Sample) -> list[str]:

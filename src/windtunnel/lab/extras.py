@@ -15,7 +15,7 @@ from windtunnel.lab.plan import Moment, Role, Shape, StormPlan, Trigger
 from windtunnel.lab.process_facts import alive
 from windtunnel.lab.record import DirectCheck, DrainRecord, End, KnownPair, StreamRecord
 from windtunnel.lab.sampler import Sampler, ScrapeError, scrape
-from windtunnel.lab.target import MetricsUrl, gauges_of, read_gauges
+from windtunnel.lab.target import MetricsUrl, find_context, gauges_of, read_gauges
 
 KNOWN_SHAPE = Shape(prompt_words=8, max_tokens=24)
 DIRECT_TOKENS = 20_000
@@ -83,7 +83,9 @@ class Extras:
         front = self._session.target
         session = Session(replace(front, origin=url.origin, headers=front.headers_for(url.origin)), 5 * S, 0)
         before = await self._running(url)
-        ask = self._maker.ask(Role.VICTIM, 0, Shape(max_tokens=DIRECT_TOKENS))
+        context = await find_context(session.target)
+        tokens = DIRECT_TOKENS if context is None else min(DIRECT_TOKENS, context // 2)
+        ask = self._maker.ask(Role.VICTIM, 0, Shape(max_tokens=tokens))
         record = await run_request(session, replace(ask, role=Role.PROBE), Leave(How.FIN, Trigger(Moment.TOKENS, 2)))
         if record.end is not End.LEFT or before is None:
             return False, None

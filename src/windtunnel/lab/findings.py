@@ -38,6 +38,8 @@ from windtunnel.lab.sampler import excess, unknown
 EVIDENCE_LIMIT = 12
 CLEANUP_AFTER_S = 15.0
 """A queue that is up for longer, in the target's time, was not merely being drained: three times SGLang's grace."""
+FULL = 0.999
+"""A pool that is in use up to here cannot show that more is held."""
 SILENT_SHARE = 0.5
 """A stream that was given up is cut, not slow, when nothing had come for so much of its time-out."""
 
@@ -110,7 +112,7 @@ def doubts(result: StormResult) -> list[str]:
             f"requests of victims were still seen {_s(seen.elapsed_ns)} after the last had left, but the samples between are too"
             f" few ({seen.samples}) or too far apart to say that they ran on; storm a machine that is less busy"
         )
-    slept = [stream for stream in result.streams if stream.end is End.TIMEOUT and _slept(result, stream)]
+    slept = [stream for stream in result.streams if _slept(result, stream)]
     if slept:
         out.append(f"{len(slept)} time-outs of requests are not judged: the lab itself was not given the time to read")
     return out
@@ -173,12 +175,13 @@ def _fell_silent(result: StormResult, stream: StreamRecord) -> bool:
     if stream.end is not End.TIMEOUT or not stream.frame_ns:
         return False
     since_ns = stream.frame_ns[-1]
-    return stream.ended_ns - since_ns > SILENT_SHARE * (stream.ended_ns - stream.started_ns) and not _slept(result, stream)
+    silent_ns = stream.ended_ns - since_ns
+    return silent_ns > SILENT_SHARE * (stream.ended_ns - stream.started_ns) and not _slept(result, stream)
 
 
 def _slept(result: StormResult, stream: StreamRecord) -> bool:
-    """Whether the lab was asleep for too much of this request's time."""
-    return starved(result.lags, stream.started_ns, stream.ended_ns)
+    """Whether the lab was asleep for too much of the time-out of this request."""
+    return stream.end is End.TIMEOUT and starved(result.lags, stream.started_ns, stream.ended_ns)
 
 
 def _hidden_error(result: StormResult) -> Iterator[str]:
@@ -217,9 +220,11 @@ def _gauge_drift(result: StormResult) -> Iterator[str]:
 
 
 def _kv_says_empty(result: StormResult) -> bool:
-    """Whether the KV usage is known, and is not the least bit above its baseline after the probe."""
+    """Whether the KV usage is known, can rise, and is not the least bit above its baseline after the probe."""
     sample, base = result.after_probe, result.baseline.gauges
-    return sample is not None and "kv_usage" in base and sample.gauges.get("kv_usage", 1.0) <= base["kv_usage"]
+    if sample is None or "kv_usage" not in base:
+        return False
+    return sample.gauges.get("kv_usage", FULL) <= base["kv_usage"] < FULL
 
 
 def _kv_leak(result: StormResult) -> Iterator[str]:
@@ -336,7 +341,7 @@ def _wedged(result: StormResult) -> Iterator[str]:
     if is_gone(result):
         return
     later = result.of(Role.LATER)
-    if later and all(hung(stream) or _failed(stream) for stream in later) and not all(_slept(result, one) for one in later):
+    if later and all(_failed(stream) or (hung(stream) and not _slept(result, stream)) for stream in later):
         yield f"none of {len(later)} later streams was served: {dict(Counter(stream.end.value for stream in later))}"
         return
     for stream in result.of(Role.PROBE, Role.CALM, Role.SURVIVOR, Role.RETRY, Role.BYSTANDER, Role.LATER):

@@ -70,7 +70,17 @@ BATTERY: tuple[tuple[str, StormPlan], ...] = (
     ("children", replace(_QUICK, victim=Shape(max_tokens=600, n=2), how=(How.FIN, How.STOP_READING), stall_ns=100 * MS)),
     (
         "pairs",
-        replace(_QUICK, victims=6, rounds=10, survivors=3, calm=3, survivor=Shape(max_tokens=24), bystanders=0, later=2),
+        replace(
+            _QUICK,
+            victims=6,
+            rounds=10,
+            victim=Shape(max_tokens=100),
+            survivors=3,
+            calm=3,
+            survivor=Shape(max_tokens=24),
+            bystanders=0,
+            later=2,
+        ),
     ),
     ("long prompt", replace(_QUICK, victims=2, when=Trigger(Moment.SENT, 0), survivors=1, bystanders=4)),
 )
@@ -98,7 +108,7 @@ FURTHER = (
     Case("shutdown-hangs", "drain_timeout", f"{COMMAND} --shutdown-outcome hang"),
 )
 """Defects that a flag or a process beside the server makes."""
-DRAIN = replace(_QUICK, victims=0, bystanders=0, later=1, drain=4, drain_deadline_ns=5 * S)
+DRAIN = replace(_QUICK, victims=0, bystanders=0, later=1, drain=4, drain_deadline_ns=4 * S, request_timeout_ns=15 * S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +158,8 @@ async def examine(
     try:
         target = make_target(url, await find_model(url, {}), metrics_urls=metrics_urls)
         for number, (name, plan) in enumerate(storms):
-            fitted = await _fitted(target, replace(plan, seed=seed * 100 + number))
-            result = await run_storm(target, fitted, pid=pid if plan.drain else None)
+            plan = await fitted(target, replace(plan, seed=seed * 100 + number))
+            result = await run_storm(target, plan, pid=pid if plan.drain else None)
             seconds = time.monotonic() - started
             seen += [Seen(finding, name, seconds) for finding in find(result)]
             if any(one.finding.name in ("wedged", "unreachable") for one in seen):
@@ -159,7 +169,7 @@ async def examine(
     return tuple(seen), None
 
 
-async def _fitted(target: Target, plan: StormPlan) -> StormPlan:
+async def fitted(target: Target, plan: StormPlan) -> StormPlan:
     """The plan with one prompt of each storm's survivors as long as the server's context allows, where it says how long."""
     if plan.survivors != 1:
         return plan

@@ -1,6 +1,7 @@
 """Exact statistics for small counts. scipy is imported when first used, so that the command line starts fast.
 
-Rates: Clopper and Pearson (1934). Two rates: Fisher's exact test; the interval of their difference is Newcombe's hybrid of two
+Rates: Clopper and Pearson (1934). Two rates: Fisher's exact test, on effective counts where requests come in trials (Rao and Scott
+1992); the interval of their difference is Newcombe's hybrid of two
 Wilson intervals (1998, method 10). Means: Welch's interval and a permutation test, exact when there are few arrangements.
 """
 
@@ -66,6 +67,36 @@ def compare_rates(control: tuple[int, int], treatment: tuple[int, int]) -> Compa
     high = difference + math.hypot(one.high - rate_one, rate_two - two.low)
     p_value = float(fisher_exact(table, alternative="two-sided")[1])
     return Comparison(rate_one, rate_two, difference, Interval(low, high), min(1.0, p_value), "Fisher exact, two-sided")
+
+
+def compare_clustered(control: Sequence[tuple[int, int]], treatment: Sequence[tuple[int, int]]) -> Comparison:
+    """Two lists of (successes, total), one for each trial: what happens within a trial is not independent.
+
+    Each arm's counts are divided by its design effect, which the spread between its trials tells (Rao and Scott 1992), and then
+    compared as `compare_rates` does. A single trial is one unit. Raises ValueError for an arm without a request.
+    """
+    effective = []
+    for trials in (control, treatment):
+        hits, total = sum(one for one, _ in trials), sum(all_ for _, all_ in trials)
+        _check_counts(hits, total)
+        units = max(1, round(total / _design_effect(trials, hits / total)))
+        effective.append((round(hits / total * units), units))
+    compared = compare_rates(effective[0], effective[1])
+    rates = [sum(one for one, _ in trials) / sum(all_ for _, all_ in trials) for trials in (control, treatment)]
+    test = f"{compared.test}; {effective[0][1]} and {effective[1][1]} units (design effect of trials)"
+    return compared._replace(control=rates[0], treatment=rates[1], difference=rates[0] - rates[1], test=test)
+
+
+def _design_effect(trials: Sequence[tuple[int, int]], rate: float) -> float:
+    """How much wider rates spread between trials than independent requests would; at least 1."""
+    total = sum(count for _, count in trials)
+    if len(trials) < 2:
+        return float(total)
+    independent = rate * (1 - rate) / total
+    if independent == 0:
+        return 1.0
+    spread = sum((hits - rate * count) ** 2 for hits, count in trials) / total**2
+    return max(1.0, len(trials) / (len(trials) - 1) * spread / independent)
 
 
 def compare_means(control: Sequence[float], treatment: Sequence[float], seed: int = 0) -> Comparison:

@@ -101,7 +101,7 @@ def resolve(text: str) -> Fault:
         fault: Fault = module.FAULT.with_option(value) if value else module.FAULT
     except ValueError as error:
         prefix = f"{entry.name}:{value}: "
-        raise ValueError(f"fault {prefix}{str(error).removeprefix(prefix)} ({entry.option})") from None
+        raise ValueError(f"{prefix}{str(error).removeprefix(prefix)} ({entry.option})") from None
     return fault
 
 
