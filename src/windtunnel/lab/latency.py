@@ -18,9 +18,11 @@ from windtunnel.lab.record import StormResult, StreamRecord
 from windtunnel.lab.stats import paired_p
 
 ALPHA = 0.001
-FACTOR = 1.5
-LEAST_ITL_MS = 2.0
+FACTOR = 2.0
+LEAST_ITL_MS = 4.0
 _MIN_GAPS = 4
+_MIN_GAPS_OF_A_PAIR = 12
+"""A mean over fewer is the noise of single gaps."""
 
 
 class Spread(NamedTuple):
@@ -70,7 +72,7 @@ def pairs_of(result: StormResult) -> list[Pair]:
 def _mean_ms(result: StormResult, role: Role, round_: int, left_ns: int) -> float | None:
     since_ns = left_ns if role is Role.SURVIVOR else 0
     streams = [stream for stream in result.of(role) if stream.ask.round == round_]
-    means = [fmean(gaps) for stream in streams if len(gaps := _gaps_ms(stream, since_ns)) >= _MIN_GAPS]
+    means = [fmean(gaps) for stream in streams if len(gaps := _gaps_ms(stream, since_ns)) >= _MIN_GAPS_OF_A_PAIR]
     return median(means) if means else None
 
 

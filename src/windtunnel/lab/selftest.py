@@ -73,11 +73,11 @@ BATTERY: tuple[tuple[str, StormPlan], ...] = (
         replace(
             _QUICK,
             victims=6,
-            rounds=10,
+            rounds=12,
             victim=Shape(max_tokens=100),
             survivors=3,
             calm=3,
-            survivor=Shape(max_tokens=24),
+            survivor=Shape(max_tokens=40),
             bystanders=0,
             later=2,
         ),
