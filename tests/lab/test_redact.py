@@ -40,7 +40,9 @@ def test_everything_else_stays() -> None:
 
 
 def test_passwords_in_urls_are_not_echoed() -> None:
-    assert hide_passwords("'http://u:geheim@host:1/x' is not a base URL") == f"'http://{REPLACEMENT}@host:1/x' is not a base URL"
+    assert (
+        hide_passwords("'http://u:geheim@host:1/x' is not a base URL") == f"'http://{REPLACEMENT}@host:1/x' is not a base URL"
+    )
     assert hide_passwords("write to me@example.org") == "write to me@example.org"
 
 

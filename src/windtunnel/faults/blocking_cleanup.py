@@ -10,7 +10,7 @@ from windtunnel.serve.seams import Abort, Seams, disconnect_aborts
 class BlockingCleanup:
     NAME = "blocking-cleanup"
 
-    def __init__(self, each_ns: int = 100 * MS) -> None:
+    def __init__(self, each_ns: int = 120 * MS) -> None:
         self._each_ns = each_ns
 
     def with_option(self, text: str) -> "BlockingCleanup":

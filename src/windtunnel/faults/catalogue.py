@@ -201,7 +201,7 @@ _ENTRIES = (
         seam="disconnected",
         models=("LiteLLM #36429",),
         finding="survivor_slowdown",
-        option="time for each, default 100ms",
+        option="time for each, default 120ms",
     ),
     CatalogueEntry(
         name="transfer-race",

@@ -48,7 +48,7 @@ class CrossingEngine(Proxy):
 
     def _written_into(self, request: EngineRequest) -> EngineRequest:
         before, self._before = self._before, request.source
-        if before is None or not self._aborted or next(self._count) % 2:
+        if before is None or not self._aborted or next(self._count) % 2 == 0:
             return request
         return replace(request, source=SplicedSource(request.source, before))
 

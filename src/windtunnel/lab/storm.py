@@ -226,7 +226,9 @@ class _Storm:
     async def _calm(self, round_: int) -> None:
         """The survivors' arm without victims."""
         with self._phase("calm"):
-            await self._crowd([(self._ask(Role.CALM, self.plan.survivor, round_), None) for _ in range(self.plan.calm)], self.plan.calm)
+            await self._crowd(
+                [(self._ask(Role.CALM, self.plan.survivor, round_), None) for _ in range(self.plan.calm)], self.plan.calm
+            )
 
     async def _round(self, round_: int) -> None:
         plan = self.plan

@@ -114,7 +114,10 @@ def _compare_counts(
     one, two = (counts_of(trials, effect.metric, effect.of) for trials in (control, treatment))
     if not one or not two:
         return None, {}
-    pooled = [(name, (sum(hits for hits, _ in arm), sum(all_ for _, all_ in arm))) for name, arm in zip(_ARMS, (one, two), strict=True)]
+    pooled = [
+        (name, (sum(hits for hits, _ in arm), sum(all_ for _, all_ in arm)))
+        for name, arm in zip(_ARMS, (one, two), strict=True)
+    ]
     extra = {
         f"{name}_{key}": value
         for name, counts in pooled
