@@ -201,9 +201,9 @@ async def test_a_server_that_is_never_ready_is_stopped(tmp_path: Path, pids: Pat
 
 
 async def test_a_process_that_made_a_session_of_its_own_ends_with_its_arm(tmp_path: Path, pids: Path) -> None:
-    """The arm's command starts the server in a new session and ends when its child says so; the server's parent is gone then."""
-    launcher = f"import subprocess, sys; subprocess.Popen({shlex.split(server_command('--pids', str(pids)))!r}, start_new_session=True)"
-    command = f"{shlex.quote(sys.executable)} -c {shlex.quote(launcher + '.wait()')}"
+    words = shlex.split(server_command("--pids", str(pids)))
+    launcher = f"import subprocess; subprocess.Popen({words!r}, start_new_session=True).wait()"
+    command = f"{shlex.quote(sys.executable)} -c {shlex.quote(launcher)}"
     async with running(Arm(command=command), tmp_path / "log", time_scale=1, seed=0):
         assert len(alive(pids)) == 1
     await until(lambda: alive(pids) == [])

@@ -1,4 +1,4 @@
-"""Every planted defect of a real server is found under its right name, explained where it has consequences, and nothing without it."""
+"""Every planted defect of a real server is found under its right name and no other, and nothing is found without it."""
 
 import asyncio
 from collections.abc import AsyncIterator

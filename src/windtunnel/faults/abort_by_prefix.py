@@ -1,7 +1,6 @@
 """Fault `abort-by-prefix`: an abort also ends everybody whose id begins alike (SGLang P27, sglang #25561)."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from windtunnel.faults.proxy import Proxy
 from windtunnel.serve.seams import Seams

@@ -1,7 +1,6 @@
 """Fault `cancelled-as-finished`: whoever leaves is counted as served in full (LiteLLM #39748, production-stack #1001)."""
 
 from collections.abc import Iterable
-from typing import Any
 
 from windtunnel.core.outputs import FinishReason
 from windtunnel.faults.proxy import Proxy

@@ -1,7 +1,7 @@
 """Fault `written-into-others`: once somebody was aborted, every second request gets the words of the one before it.
 
-The blocks of the aborted request were given away while something still wrote to them (vLLM #32255); two streams that share a queue
-look the same (llm-d-router #1147).
+The blocks of the aborted request were given away while something still wrote to them (vLLM #32255); two streams that share a
+queue look the same (llm-d-router #1147).
 """
 
 import itertools

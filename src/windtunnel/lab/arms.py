@@ -204,7 +204,7 @@ async def end(process: asyncio.subprocess.Process) -> None:
 
 
 def kill_marked(mark: str) -> list[int]:
-    """End what is left of an arm: processes that made a session of their own still carry its mark in their environment (Linux)."""
+    """End what is left of an arm (Linux): a process that made a session of its own still has the mark in its environment."""
     wanted = f"{MARK}={mark}".encode()
     killed = []
     for entry in Path("/proc").glob("[0-9]*/environ"):

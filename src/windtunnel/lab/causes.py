@@ -1,7 +1,7 @@
 """Which findings explain others: what each of them has touched, as a storm without it.
 
-A row says what of a storm its finding leaves untouched. Another finding that is not made any more in that rest was seen through the
-same defect: it is a consequence. Rows come in the order in which they explain; a consequence explains nothing.
+A row says what of a storm its finding leaves untouched. Another finding that is not made any more in that rest was seen through
+the same defect: it is a consequence. Rows come in the order in which they explain; a consequence explains nothing.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def hung(stream: StreamRecord) -> bool:
 
 
 def _while_served(result: StormResult) -> StormResult:
-    """Without what ended while nobody was served: from the first request that hung to the last, and after the last good answer."""
+    """Without what ended while nobody was served: from the first request that hung to the last, and after the last answer."""
     hanging = [stream for stream in result.streams if hung(stream) and stream.ask.role is not Role.VICTIM]
     since_ns = min((stream.started_ns for stream in hanging), default=0)
     until_ns = max((stream.ended_ns for stream in hanging), default=0)

@@ -109,8 +109,8 @@ def doubts(result: StormResult) -> list[str]:
     seen = outlived(result)
     if seen.elapsed_ns > result.cancel_grace_ns and not seen.longer_than(result.cancel_grace_ns) and not result.after_probe:
         out.append(
-            f"requests of victims were still seen {_s(seen.elapsed_ns)} after the last had left, but the samples between are too"
-            f" few ({seen.samples}) or too far apart to say that they ran on; storm a machine that is less busy"
+            f"requests of victims were still seen {_s(seen.elapsed_ns)} after the last had left, but the samples between are"
+            f" too few ({seen.samples}) or too far apart to say that they ran on; storm a machine that is less busy"
         )
     slept = [stream for stream in result.streams if _slept(result, stream)]
     if slept:

@@ -1,10 +1,10 @@
 """Are others served more slowly while and after clients leave than without a storm?
 
 A pair is one round of survivors beside victims (`Role.SURVIVOR`) and one round of equal streams without any (`Role.CALM`), one
-right after the other in an order drawn from the seed. Compared is the mean gap between the tokens of a stream: among victims from
-their first leaving on. Other work on the machine meets both arms of a pair alike, so the unit is the pair, and signs are
-exchanged within pairs. Slower means: at the median of the pairs by both a factor and a least time, and the permutation test of the pairs
-says so at 0.1 %, which takes ten pairs.
+right after the other in an order drawn from the seed. Compared is the mean gap between the tokens of a stream: among victims
+from their first leaving on. Other work on the machine meets both arms of a pair alike, so the unit is the pair, and signs are
+exchanged within pairs. Slower means: at the median of the pairs by both a factor and a least time, and the permutation test of
+the pairs says so at 0.1 %, which takes ten pairs.
 """
 
 from collections.abc import Sequence

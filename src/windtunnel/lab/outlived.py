@@ -3,11 +3,11 @@
 A sample was true at some instant between its sending and its answer, and a machine that is short of cores stretches every
 distance between two samples. So a time is bounded from below:
 
-* It begins when the last victim had left *for certain* (`StreamRecord.gone_ns`), and it ends with the *sending* of a sample that
-  still shows more work than there were clients.
-* In between only *witnessed* time counts: of each distance between two answered samples at most half as much again as sampling takes in
-  this storm, and at least `WITNESSES` samples must show the work. A server that has answered those has had its turns, and the end
-  of a connection that came before them was there to be read.
+* It begins when the last victim had left *for certain* (`StreamRecord.gone_ns`), and it ends with the *sending* of a sample
+  that still shows more work than there were clients.
+* In between only *witnessed* time counts: of each distance between two answered samples at most half as much again as sampling
+  takes in this storm, and at least `WITNESSES` samples must show the work. A server that has answered those has had its turns,
+  and the end of a connection that came before them was there to be read.
 """
 
 from collections.abc import Iterator
@@ -85,7 +85,7 @@ def outlived(result: StormResult) -> Outlived:
     out, run_since, busy = Outlived(), 0, 0
     for sample, total_ns in witnessed(result, gone_ns) if gone_ns else ():
         at_work = live(result, sample)
-        if until_ns is not None and sample.at_ns > until_ns or (at_work is not None and not sample.clients and at_work <= 0):
+        if (until_ns is not None and sample.at_ns > until_ns) or (at_work is not None and not sample.clients and at_work <= 0):
             break
         if at_work is None or at_work <= sample.clients:
             run_since = -1

@@ -1,9 +1,9 @@
 """The lab tested blind: one battery of storms over servers with a planted defect and over as many clean ones.
 
-Whoever judges a server (`examine`) is given its addresses, its process and a seed, nothing else. The order of servers is drawn
-from the seed, and every server with a defect has a twin without it. A defect is *found* when anything is found, and *named right*
-when the finding that its catalogue entry names is among those that no other one explains. On a clean server every finding is a
-false alarm.
+Whoever judges a server (`examine`) is given its addresses, its process and a seed, nothing else. The order of servers is
+drawn from the seed, and every server with a defect has a twin without it. A defect is *found* when anything is found, and
+*named right* when the finding that its catalogue entry names is among those that no other one explains. On a clean server every
+finding is a false alarm.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ GOAL_RATE = 0.95
 CLEAN = "clean"
 SERVE = "{python} -m windtunnel serve --engine vllm --model windtunnel --ttft 10ms --itl 4ms"
 COMMAND = f"{SERVE} --port {{port}}"
-FRONT = f"{{python}} -m windtunnel.lab.proxy --port {{port}} --upstream-port {{port2}}"
+FRONT = "{python} -m windtunnel.lab.proxy --port {port} --upstream-port {port2}"
 WORKER = f"-- {SERVE} --port {{port2}}"
 LONG_PROMPT_SHARE = 0.7
 """Of the context that the server advertises: such a prompt must be served."""

@@ -1,8 +1,8 @@
 """Exact statistics for small counts. scipy is imported when first used, so that the command line starts fast.
 
-Rates: Clopper and Pearson (1934). Two rates: Fisher's exact test, on effective counts where requests come in trials (Rao and Scott
-1992); the interval of their difference is Newcombe's hybrid of two
-Wilson intervals (1998, method 10). Means: Welch's interval and a permutation test, exact when there are few arrangements.
+Rates: Clopper and Pearson (1934). Two rates: Fisher's exact test, on effective counts where requests come in trials (Rao and
+Scott 1992); the interval of their difference is Newcombe's hybrid of two Wilson intervals (1998, method 10). Means: Welch's
+interval and a permutation test, exact when there are few arrangements.
 """
 
 import math

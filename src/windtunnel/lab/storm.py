@@ -1,6 +1,6 @@
 """One storm: victims leave, bystanders ask, later streams are counted, and the metrics are watched until it is quiet.
 
-    baseline → (calm, victims + survivors → bystanders, in random order) × rounds → survivors end → quiet, else probe → later streams
+    baseline → (calm | victims + survivors → bystanders → survivors end) × rounds → quiet, else probe → later streams
         → known answers again → direct check → drain
 
 Calm streams, known answers, the direct check behind a router and the drain are there only when the plan or the target calls for
