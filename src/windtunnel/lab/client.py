@@ -9,7 +9,7 @@ from typing import Any
 
 from windtunnel.lab.connection import Connection, ConnectionCut, How, MalformedResponse, Origin, fetch, request_bytes
 from windtunnel.lab.plan import Api, Moment, Trigger
-from windtunnel.lab.record import Ask, End, StreamRecord
+from windtunnel.lab.record import Ask, End, Lag, StreamRecord
 from windtunnel.lab.target import Target
 
 FRAME_LIMIT_BYTES = 4 * 1024 * 1024
@@ -34,6 +34,8 @@ class Session:
     notes: dict[str, None] = field(default_factory=dict)
     """What whoever reads the result should know, once each."""
     last_closed_ns: int = 0
+    lags: list[Lag] = field(default_factory=list)
+    """When the lab itself was late (`pulse`)."""
 
     def now_ns(self) -> int:
         return time.monotonic_ns() - self.start_ns

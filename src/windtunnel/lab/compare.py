@@ -1,8 +1,8 @@
 """Two results of experiments, arm by arm: what got better, what got worse, and what is only noise.
 
 Rates are compared by Fisher's exact test on effective counts, means by a permutation test over trials; the p-values of one
-comparison are corrected together (Holm 1979), so that many metrics do not make a false alarm likely. A finding that is new in the
-second result counts as worse whatever the statistics say.
+comparison are corrected together (Holm 1979), so that many metrics do not make a false alarm likely. A finding that is new in
+the second result counts as worse whatever the statistics say.
 """
 
 from collections.abc import Mapping, Sequence

@@ -13,6 +13,7 @@ from windtunnel.lab.client import Leave, Session, run_request
 from windtunnel.lab.connection import How
 from windtunnel.lab.plan import Moment, Role, Shape, StormPlan, Trigger
 from windtunnel.lab.process_facts import alive
+from windtunnel.lab.pulse import lag_ns
 from windtunnel.lab.record import DirectCheck, DrainRecord, End, KnownPair, StreamRecord
 from windtunnel.lab.sampler import Sampler, ScrapeError, scrape
 from windtunnel.lab.target import MetricsUrl, find_context, gauges_of, read_gauges
@@ -116,7 +117,7 @@ class Extras:
         sent_ns, exited_ns = session.now_ns(), None
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)
-        while exited_ns is None and session.now_ns() - sent_ns < plan.drain_deadline_ns:
+        while exited_ns is None and self._awake_ns(sent_ns) < plan.drain_deadline_ns:
             await asyncio.sleep(POLL_NS / 1e9)
             exited_ns = None if alive(pid) else session.now_ns() - sent_ns
         if exited_ns is not None and begun:
@@ -126,4 +127,9 @@ class Extras:
             task.cancel()
         await asyncio.gather(*begun, return_exceptions=True)
         ends = Counter(task.result().end.value for task in done)
-        self.drained = DrainRecord(len(begun), len(begun) - len(done), exited_ns, plan.drain_deadline_ns, dict(ends), sent_ns)
+        self.drained = DrainRecord(len(begun), len(begun) - len(done), exited_ns, plan.drain_deadline_ns, dict(ends))
+
+    def _awake_ns(self, since_ns: int) -> int:
+        """The time since then, without what this machine did not give to the lab."""
+        now_ns = self._session.now_ns()
+        return now_ns - since_ns - lag_ns(self._session.lags, since_ns, now_ns)

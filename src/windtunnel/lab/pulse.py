@@ -10,15 +10,15 @@ BEAT_NS = 10 * MS
 LEAST_LAG_NS = 50 * MS
 """Less is what a busy event loop takes: whatever has come meanwhile is read in time."""
 LAG_LIMIT = 50_000
-STARVED_SHARE = 0.25
+STARVED_SHARE = 0.5
 """A wait of which the lab slept through so much proves nothing about the server."""
 
 
 class Pulse:
-    """Owns the lags of one storm."""
+    """Writes the lags of one storm down as they come."""
 
-    def __init__(self, now_ns: Callable[[], int]) -> None:
-        self.lags: list[Lag] = []
+    def __init__(self, now_ns: Callable[[], int], lags: list[Lag]) -> None:
+        self.lags = lags
         self._now_ns = now_ns
 
     async def run(self) -> None:

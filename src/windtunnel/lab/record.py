@@ -186,8 +186,6 @@ class DrainRecord:
     """From the signal to the end of the process; None: it was still there at the deadline."""
     deadline_ns: int
     by_end: Mapping[str, int]
-    sent_ns: int = 0
-    """When SIGTERM was sent."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,7 +118,7 @@ class _Storm:
         self.bystanders: list[BystanderRecord] = []
         self._phases: list[Phase] = []
         self.states = States(session, sampler)
-        self.pulse = Pulse(session.now_ns)
+        self.pulse = Pulse(session.now_ns, session.lags)
         self.extras = Extras(session, plan, self.maker, self.streams, sampler)
         self._next_bystander = count()
         self._baseline: Sample | None = None
@@ -456,7 +456,7 @@ class _Storm:
             direct=self.extras.direct,
             drain=self.extras.drained,
             front=self.extras.front,
-            lags=tuple(self.pulse.lags),
+            lags=tuple(self.session.lags),
             notes=(*self._notes, *self.session.notes),
         )
 
