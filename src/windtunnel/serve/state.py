@@ -73,7 +73,7 @@ class Server:
         self.grpc_relay = GrpcRelay(config.limits.connections) if config.grpc_on_http_port else None
         self._pacing = make_pacing(config.pacing, self._chances[0])
         self.history = RequestHistory(config.limits.history)
-        self.metrics: Any = self.flavour.metrics(config, self.engine.config)
+        self.metrics: Any = self.seams.metrics(self.flavour.metrics(config, self.engine.config))
         self.publishers = open_publishers(config, self.flavour, loop)
         self.driver = self._make_ranks()
         self.sources = SourceMaker(config.generation, self.tokenizer)
