@@ -46,7 +46,7 @@ PLAN = StormPlan(
     seed=7,
 )
 SPREAD = replace(PLAN, clients=3)
-TIMES = {"started_ns", "ended_ns", "head_ns", "frame_ns", "left_ns", "due_ns", "sent_ns"}
+TIMES = {"started_ns", "ended_ns", "head_ns", "frame_ns", "left_ns", "due_ns", "sent_ns", "gone_ns"}
 
 
 @asynccontextmanager

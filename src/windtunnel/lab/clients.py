@@ -147,7 +147,7 @@ class SpreadClients:
         if peer is None:
             return self._died(errand, "no client process is left")
         peer.errands[number] = errand
-        self._session.came()
+        self._session.came(ask)
         try:
             bare = replace(leave, wait=None, gate=None) if leave is not None else None
             peer.send(Run(number, ask, bare, self._gate(leave)))
@@ -157,7 +157,7 @@ class SpreadClients:
             raise
         finally:
             del peer.errands[number]
-            self._session.went(self._session.now_ns())
+            self._session.went(ask, self._session.now_ns())
             if errand.waiting is not None:
                 errand.waiting.cancel()
 

@@ -259,6 +259,7 @@ def _print_findings(console: "Console", findings: list[Mapping[str, Any]]) -> No
 
     for finding in findings:
         style = _SEVERITIES[finding["severity"]]
-        console.print(f"[bold {style}]{finding['name']}[/] ({finding['severity']}; usual cause: {finding['usual_cause']})")
+        because = f"a consequence of {finding['consequence_of']}" if finding.get("consequence_of") else finding["severity"]
+        console.print(f"[bold {style}]{finding['name']}[/] ({because}; usual cause: {finding['usual_cause']})")
         for line in finding["evidence"]:
             console.print(f"  {escape(line)}")

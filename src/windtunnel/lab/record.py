@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from windtunnel.lab.plan import Api, Role, StormPlan
 
@@ -92,6 +93,8 @@ class StreamRecord:
     due_ns: int | None = None
     """When the state in which it leaves was reached."""
     left_by: str | None = None
+    gone_ns: int | None = None
+    """When it had left for certain: its connection was closed, its end of it sent, or its abort acknowledged."""
     words_after_leaving: int = 0
     """Read after a half-close."""
 
@@ -123,11 +126,12 @@ class BystanderRecord:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The target's metrics at one instant. `clients` is how many generation requests of ours were open, at most."""
+    """The target's metrics at one instant between `at_ns`, when the first source was asked, and the last answer."""
 
     at_ns: int
     phase: str
     clients: int
+    """So many sequences our open generation requests asked for, at most; n counts n times."""
     opened: int
     """How many generation requests had been opened so far; equal in two samples: none came and went between them."""
     gauges: Mapping[str, float]
@@ -140,6 +144,13 @@ class Sample:
     @property
     def usable(self) -> bool:
         return self.error is None
+
+
+class Lag(NamedTuple):
+    """The lab's own timer was due at `at_ns` and fired so much later: this machine was busy with something else."""
+
+    at_ns: int
+    late_ns: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,17 +236,18 @@ class StormResult:
     server: Mapping[str, str] = field(default_factory=dict)
     """What the server says about itself (`lab.server_info`)."""
     lost_clients: tuple[LostClient, ...] = ()
+    lags: tuple[Lag, ...] = ()
     notes: tuple[str, ...] = field(default=())
 
     @property
     def untried(self) -> str | None:
         """Why a storm without findings proves nothing: interrupted, a client lost, or no victim left. None: it does."""
-        victims = self.of(Role.VICTIM)
         if self.interrupted:
             return self.interrupted
         if self.lost_clients:
             return "; ".join(f"{one.name} {one.why}, {one.requests} requests lost" for one in self.lost_clients)
-        return "no victim left" if victims and not any(victim.left_ns for victim in victims) else None
+        left = any(victim.left_ns for victim in self.of(Role.VICTIM))
+        return None if left else "no client left, so nothing was tried"
 
     def of(self, *roles: Role) -> tuple[StreamRecord, ...]:
         return tuple(stream for stream in self.streams if stream.ask.role in roles)
