@@ -338,7 +338,9 @@ class VllmEngine:
 
     def check_integrity(self) -> None:
         scheduler = self._scheduler
-        assert sorted(self._live) == sorted(seq.request_id for queue in scheduler.queues() for seq in queue), "a sequence is lost"
+        assert sorted(self._live) == sorted(seq.request_id for queue in scheduler.queues() for seq in queue), (
+            "a sequence is lost"
+        )
         scheduler.pool.check_integrity(self._owners())
         assert all(not seq.state.terminal for seq in self._live.values()), "an ended sequence is live"
         outside = (seq for seq in self._live.values() if seq.run_order < 0)

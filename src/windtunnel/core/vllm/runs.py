@@ -17,7 +17,7 @@ from itertools import islice
 from typing import NamedTuple, cast
 
 from windtunnel.core.kv.hashing import BlockHasher, ExtraKeys
-from windtunnel.core.lifecycle import Event, State
+from windtunnel.core.lifecycle import State
 from windtunnel.core.outputs import TokenOutput
 from windtunnel.core.pacing import Pacing
 from windtunnel.core.request import EngineRequest
