@@ -173,7 +173,7 @@ class ConnectorScheduler(VllmScheduler):
 class ConnectorCompletion(Completion):
     """Keeps the blocks of requests that somebody else goes on with."""
 
-    def _finish(self, sequence: VllmSequence, output: TokenOutput) -> None:
+    def _finish(self, sequence: VllmSequence, output: TokenOutput) -> TokenOutput:
         scheduler = self._scheduler
         assert isinstance(scheduler, ConnectorScheduler), "a completion of another engine"
         reason = output.finish_reason
@@ -184,4 +184,4 @@ class ConnectorCompletion(Completion):
             if params is not None:
                 sequence.blocks = []
                 output = output._replace(kv_transfer=params)
-        super()._finish(sequence, output)
+        return super()._finish(sequence, output)
