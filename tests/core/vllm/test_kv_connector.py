@@ -729,8 +729,8 @@ def test_what_is_about_to_expire_is_not_read() -> None:
 
 
 def leaving_pair(**more: Any) -> Pair:
-    """A client leaves while its decode reads; a bystander comes at once and takes what is free."""
-    pair = Pair(decode={"num_blocks": 12, "max_model_len": 128}, **more)
+    """A client leaves while its decode reads; a bystander takes what is free and computes its prompt in many small steps."""
+    pair = Pair(decode={"num_blocks": 12, "max_model_len": 128, "max_num_batched_tokens": 4}, **more)
     pair.decode("a", pair.prefill("a"))
     pair.run(lambda: len(pair.d.mover) == 1)
     pair.submit(pair.d, request("bystander", 120, 8, ignore_eos=True))
