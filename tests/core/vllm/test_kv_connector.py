@@ -396,6 +396,23 @@ def test_a_frozen_decode_sends_no_heartbeats() -> None:
     assert pair.p.counters["nixl_num_kv_expired_reqs"] == 1 and pair.p.used_blocks == 0
 
 
+@pytest.mark.parametrize("side", ["p", "d"])
+def test_a_frozen_engine_reads_nothing_until_it_thaws(side: str) -> None:
+    """The bytes move without it; what is said to it waits, and on waking it is heard before any lease is looked at."""
+    pair = Pair()
+    pair.decode("a", pair.prefill("a"))
+    pair.run(lambda: len(pair.d.mover) == 1)
+    thaw_ns = pair.now_ns + 60 * MS
+    (pair.p if side == "p" else pair.d).engine.freeze(thaw_ns)
+    pair.run(limit_ns=thaw_ns - 1)
+    assert pair.p.used_blocks == (7 if side == "p" else 0)
+    assert ("a-d" in pair.d.finish) == (side == "p")
+    pair.rest()
+    assert pair.d.tokens["a-d"] == answer("a")
+    # A frozen decode has no heart, so the lease runs out before its word comes.
+    assert pair.p.counters["nixl_num_kv_expired_reqs"] == (side == "d")
+
+
 def test_a_notification_after_expiry_is_counted_and_the_decode_keeps_what_it_read() -> None:
     """vLLM reference §9.4, entry 42, harmless: nobody has taken the blocks yet."""
     pair = Pair(decode={"max_num_seqs": 1})

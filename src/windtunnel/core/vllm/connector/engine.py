@@ -38,6 +38,8 @@ class ConnectorEngine(VllmEngine):
         pool = self._scheduler.pool
         self.connector = NixlConnector(kv, pool, block_size=config.block_size, num_blocks=config.num_blocks)
         self._scheduler.connector = self.connector
+        self._unread: list[Report] = []
+        """What came in while the engine was frozen."""
 
     # Requests
 
@@ -55,6 +57,7 @@ class ConnectorEngine(VllmEngine):
         """Whoever waits for our blocks, or we for theirs: all is forgotten, and nobody is told."""
         failed = super().kill(now_ns, message)
         self._apply(self.connector.clear(), now_ns)
+        self._unread.clear()
         self._publish_due = False
         return failed
 
@@ -66,7 +69,7 @@ class ConnectorEngine(VllmEngine):
 
     def _timer_at(self) -> int | None:
         """Leases and heartbeats live in the engine's loop: a frozen engine has neither."""
-        at_ns = self.connector.next_event_at()
+        at_ns = 0 if self._unread else self.connector.next_event_at()
         if at_ns is None or self.control.death is not None:
             return None
         return max(at_ns, self.control.frozen_until_ns)
@@ -76,6 +79,9 @@ class ConnectorEngine(VllmEngine):
         while (at_ns := self._timer_at()) is not None and at_ns <= now_ns:
             done += super().advance(at_ns)
             self._wake(at_ns)
+            unread, self._unread = self._unread, []
+            for report in unread:
+                self._apply(self.connector.receive(report, at_ns), at_ns)
             self._apply(self.connector.run(at_ns), at_ns)
         return done + super().advance(now_ns)
 
@@ -105,6 +111,9 @@ class ConnectorEngine(VllmEngine):
 
     def receive(self, report: Report, now_ns: int) -> None:
         if self.control.death is not None:
+            return
+        if now_ns < self.control.frozen_until_ns:
+            self._unread.append(report)
             return
         self._wake(now_ns)
         self._apply(self.connector.receive(report, now_ns), now_ns)
