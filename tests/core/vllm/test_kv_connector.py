@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.core.rig import VOCABULARY, request
+from tests.core.rig import VOCABULARY, lora, request
 from tests.core.vllm.kv_rig import LATENCY_NS, NULLS, READ_NS, Node, Pair, answer, decode_leg, prefill_leg
 
 from windtunnel.core.lifecycle import Event, State
@@ -289,6 +289,19 @@ def test_who_has_its_kv_already_goes_first() -> None:
         pair.submit(pair.d, request(name, 16, 30))
     pair.run(lambda: "a-d" in pair.d.finish)
     assert "x" in pair.d.finish and "y" not in pair.d.tokens
+    pair.rest()
+
+
+def test_a_loaded_request_waits_for_a_place_for_its_adapter() -> None:
+    pair = Pair(decode={"max_loras": 1})
+    pair.decode("a", pair.prefill("a", lora=lora("x")), lora=lora("x"))
+    pair.run(lambda: len(pair.d.mover) == 1)
+    pair.submit(pair.d, request("other", 20, 60, lora=lora("y")))
+    pair.run(lambda: pair.d.engine.outstanding()["loads"] == 0)
+    pair.run(limit_ns=pair.now_ns + 5_000)
+    assert state(pair.d, "a-d") is State.QUEUED and "other" not in pair.d.finish
+    pair.run(lambda: "a-d" in pair.d.finish)
+    assert "other" in pair.d.finish and pair.d.tokens["a-d"] == answer("a")
     pair.rest()
 
 

@@ -12,12 +12,15 @@ from windtunnel.core.vllm.connector.config import KvTransferConfig
 from windtunnel.core.vllm.connector.loads import LOAD_FAILED, Freed, Loaded, LoadFailed, Outcome, Overwrote
 from windtunnel.core.vllm.connector.nixl import NixlConnector
 from windtunnel.core.vllm.connector.scheduler import ConnectorCompletion, ConnectorScheduler
-from windtunnel.core.vllm.connector.seam import Ask, Handshake, Report
+from windtunnel.core.vllm.connector.seam import Arrived, Ask, Handshake, Report
 from windtunnel.core.vllm.control import DEATH
 from windtunnel.core.vllm.engine import VllmEngine
 from windtunnel.core.vllm.scheduler import VllmScheduler
 from windtunnel.core.vllm.sequence import VllmSequence
 from windtunnel.core.vllm.step import Step
+
+MAX_UNREAD = 65536
+"""Words of others that a frozen engine keeps; answers to its own asks are as many as these."""
 
 
 class ConnectorEngine(VllmEngine):
@@ -113,7 +116,8 @@ class ConnectorEngine(VllmEngine):
         if self.control.death is not None:
             return
         if now_ns < self.control.frozen_until_ns:
-            self._unread.append(report)
+            if len(self._unread) < MAX_UNREAD or not isinstance(report, Arrived):
+                self._unread.append(report)
             return
         self._wake(now_ns)
         self._apply(self.connector.receive(report, now_ns), now_ns)
