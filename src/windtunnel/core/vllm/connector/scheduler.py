@@ -108,13 +108,6 @@ class ConnectorScheduler(VllmScheduler):
         if sequence.request.report_cached_blocks and load.first:
             self.report(sequence, 0, load.first)
 
-    def _count_admission(self, sequence: VllmSequence, cached: int, loaded_blocks: int, step: Step, now_ns: int) -> None:
-        """Whatever the pool has not is looked up through the connector."""
-        first = not sequence.admitted
-        super()._count_admission(sequence, cached, loaded_blocks, step, now_ns)
-        if first:
-            step.external_queries += sequence.num_tokens - cached
-
     def _try_admit(self, sequence: VllmSequence, step: Step, now_ns: int) -> bool:
         if self.connector.wants(sequence.request_id):
             hits = self._cached_prefix(sequence)
@@ -122,8 +115,12 @@ class ConnectorScheduler(VllmScheduler):
             external = self.connector.external_tokens(sequence.request, local)
             if external:
                 return self._begin_load(sequence, hits, local + external, now_ns)
+        first = not sequence.admitted
         if not super()._try_admit(sequence, step, now_ns):
             return False
+        if first:
+            # Whatever the pool has not is looked up through the connector.
+            step.external_queries += sequence.num_tokens - sequence.cached_tokens
         if self.connector.wants(sequence.request_id):
             self.connector.skip(sequence.request_id, now_ns)
         if self._foreign:
