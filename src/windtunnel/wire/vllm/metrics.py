@@ -214,7 +214,7 @@ class RequestTimings:
     last_token_ns: int = 0
     cached_tokens: int = 0
     external_tokens: int = 0
-    """Of the cached ones: from a host tier, or through a KV connector."""
+    """Of the cached ones: from a host or disk tier, or through a KV connector."""
     generated: int = 0
     preemptions: int = 0
     unreported_preemptions: int = 0
@@ -227,7 +227,7 @@ class RequestTimings:
             case Event.SCHEDULE if self.scheduled_ns is None:
                 self.scheduled_ns = transition.at_ns
                 detail = transition.detail or {}
-                self.external_tokens = int(detail.get("host_tokens", detail.get("external_tokens", 0)))
+                self.external_tokens = sum(int(detail.get(f"{source}_tokens", 0)) for source in ("host", "disk", "external"))
             case Event.PREEMPT:
                 self.preemptions += 1
                 self.unreported_preemptions += 1
@@ -403,7 +403,8 @@ class VllmMetrics:
         value["prefix_cache_hits"].value += stats.prefix_hits
         value["external_prefix_cache_queries"].value += stats.external_queries
         value["external_prefix_cache_hits"].value += stats.external_hits
-        enum["prompt_tokens_cached_by_source", self._external_source].value += stats.external_hits
+        enum["prompt_tokens_cached_by_source", self._external_source].value += stats.external_hits - stats.disk_hits
+        enum["prompt_tokens_cached_by_source", "disk"].value += stats.disk_hits
         enum["prompt_tokens_cached_by_source", "device"].value += stats.prefix_hits
         if self._lora is not None:
             adapters = ",".join(stats.waiting_loras), ",".join(stats.running_loras)
