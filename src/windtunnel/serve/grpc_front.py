@@ -96,7 +96,17 @@ def _handler(server: "Server", method: Any, run: Method) -> grpc.RpcMethodHandle
     make = grpc.unary_stream_rpc_method_handler if method.server_streaming else grpc.unary_unary_rpc_method_handler
     request = message_factory.GetMessageClass(method.input_type)
     answer = message_factory.GetMessageClass(method.output_type)
-    return make(_guarded(server, run), request.FromString, answer.SerializeToString)
+    return make(_guarded(server, run), request.FromString, _serializer(answer))
+
+
+def _serializer(answer: Any) -> Callable[[Any], bytes]:
+    """Of a method's answers; a method may have serialised some itself."""
+    serialize: Callable[[Any], bytes] = answer.SerializeToString
+
+    def to_bytes(message: Any) -> bytes:
+        return message if type(message) is bytes else serialize(message)
+
+    return to_bytes
 
 
 def _guarded(server: "Server", run: Method) -> Callable[[Any, Any], Awaitable[Any]]:
