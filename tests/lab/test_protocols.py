@@ -230,6 +230,12 @@ async def test_nobody_at_the_port_is_a_target_error() -> None:
         await find_model(f"grpc://127.0.0.1:{port}", {})
 
 
+async def test_a_grpc_port_without_metrics_is_told_how_to_name_them() -> None:
+    async with grpc_door(FakeServer()) as (port, _):
+        with pytest.raises(TargetError, match="--metrics-url"):
+            await run_storm(make_target(f"grpc://127.0.0.1:{port}", "fake"), CANCEL)
+
+
 async def test_a_worker_tells_its_model_and_its_context() -> None:
     async with grpc_door(FakeServer()) as (port, _):
         assert await find_model(f"grpc://127.0.0.1:{port}", {}) == "fake"
