@@ -3,7 +3,9 @@
 Names and defaults are vLLM's where vLLM has the setting. The names of llm-d-inference-sim are accepted as aliases.
 """
 
+import contextlib
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
@@ -24,7 +26,10 @@ Parse = Callable[[Any], Any]
 
 
 def _duration(value: Any) -> int:
-    return parse_duration_ns(value)
+    duration_ns = parse_duration_ns(value)
+    if duration_ns > _LONGEST_S * 10**9:
+        raise ValueError(f"{value} is out of range: it must be at most {_LONGEST_S}s")
+    return duration_ns
 
 
 def _seconds(value: Any) -> int:
@@ -34,7 +39,7 @@ def _seconds(value: Any) -> int:
     try:
         seconds = float(value)
     except ValueError:
-        return parse_duration_ns(value)
+        return _duration(value)
     if not 0 <= seconds <= _LONGEST_S:
         raise ValueError(f"{value} is out of range: it must be between 0 and {_LONGEST_S} seconds")
     return round(seconds * 1e9)
@@ -43,11 +48,20 @@ def _seconds(value: Any) -> int:
 _LONGEST_S = 10**9
 
 
+def _whole(value: Any) -> int:
+    """Of digits, or a number of JSON. Raises ValueError with the value as it was given."""
+    if isinstance(value, int | str) and not isinstance(value, bool):
+        with contextlib.suppress(ValueError):
+            return int(value)
+    raise ValueError(f"{str(value)[:_SHOWN_CHARS]!r} is not a whole number")
+
+
+_SHOWN_CHARS = 100
+
+
 def _integer(low: int, high: int = 1 << 62) -> Parse:
     def parse(value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, int | str):
-            raise ValueError(f"{value!r} is not a whole number")
-        number = int(value)
+        number = _whole(value)
         if not low <= number <= high:
             bound = f" and at most {high}" if high < 1 << 62 else ""
             raise ValueError(f"{number} is out of range: it must be at least {low}{bound}")
@@ -62,9 +76,12 @@ def _optional(parse: Parse) -> Parse:
 
 def _number(low: float, high: float) -> Parse:
     def parse(value: Any) -> float:
-        if isinstance(value, bool):
-            raise ValueError(f"{value!r} is not a number")
-        number = float(value)
+        try:
+            number = math.nan if isinstance(value, bool) else float(value)
+        except (ValueError, TypeError, OverflowError):
+            number = math.nan
+        if math.isnan(number):
+            raise ValueError(f"{str(value)[:_SHOWN_CHARS]!r} is not a number")
         if not low <= number <= high:
             raise ValueError(f"{number} is out of range: it must be between {low} and {high}")
         return number
@@ -137,12 +154,16 @@ def _map_or_array(value: Any) -> str:
     return "map" if _boolean(value) else "array"
 
 
+_LONGEST_ANSWER = 1 << 31
+
+
 def _range(value: Any) -> tuple[int, int]:
-    if isinstance(value, str):
-        value = value.split(":")
-    low, high = (int(part) for part in value)
-    if not 1 <= low <= high:
-        raise ValueError(f"{low}:{high} is not a range: write LOW:HIGH with 1 <= LOW <= HIGH")
+    parts = value.split(":") if isinstance(value, str) else value
+    if not isinstance(parts, list | tuple) or len(parts) != 2:
+        raise ValueError(f"{value!r} is not a range: write LOW:HIGH")
+    low, high = map(_whole, parts)
+    if not 1 <= low <= high <= _LONGEST_ANSWER:
+        raise ValueError(f"{low}:{high} is not a range: write LOW:HIGH with 1 <= LOW <= HIGH <= {_LONGEST_ANSWER}")
     return low, high
 
 

@@ -29,7 +29,7 @@ log = logging.getLogger("windtunnel.serve")
 _LAST_WRITES_S = 5
 """After the drain: how long connections have to take their last bytes."""
 _FOR_EVER_NS = 1 << 62
-_GC_THRESHOLDS = (50_000, 25, 25)
+GC_THRESHOLDS = (50_000, 25, 25)
 
 
 class SimulatorProcess(uvicorn.Server):
@@ -123,7 +123,7 @@ async def serve(config: ServeConfig) -> None:
     log.info("windtunnel %s: %s", os.getpid(), json.dumps(server.effective_config()))
     gc.collect()
     gc.freeze()
-    gc.set_threshold(*_GC_THRESHOLDS)
+    gc.set_threshold(*GC_THRESHOLDS)
     watchdog = asyncio.create_task(process.watch())
     try:
         process.grpc = await _grpc_front(server)

@@ -116,15 +116,19 @@ class Server:
         """Until no job is at work or the operator has resumed the engine."""
         await self.operator.idle_or_resumed(asyncio.ensure_future(self.jobs.idle()))
 
-    async def body(self, receive: asgi.Receive) -> bytes:
+    async def body(self, scope: asgi.Scope, receive: asgi.Receive) -> bytes:
         """A bounded request body; raises WireError (413, 408) or ClientGone."""
         limits = self.config.limits
         try:
-            return await asgi.read_body(receive, limits.body_bytes, limits.body_timeout_ns / 1e9)
+            timeout_s = limits.body_timeout_ns / 1e9
+            return await asgi.read_body(receive, limits.body_bytes, timeout_s, asgi.declared_bytes(scope))
         except asgi.BodyTooLarge:
             raise body_too_large(limits.body_bytes) from None
         except asgi.BodyTimeout:
             raise WireError("The request body did not arrive in time.", 408, "RequestTimeout") from None
+
+    def unread(self, receive: asgi.Receive) -> asgi.Unread:
+        return asgi.Unread(receive, self.config.limits.body_bytes)
 
     def inject_failure(self, asked: str | None) -> None:
         """Raises WireError for a request that is to fail on purpose."""
