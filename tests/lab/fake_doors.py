@@ -76,6 +76,7 @@ class GrpcDoor(rpc.VllmEngineServicer):
             fake.generated += 1
             if request.request_id in fake.aborted or (at == 2 and fake.has("abort-others")):
                 reason = "abort"
+                fake.finished -= 1  # what was aborted is not counted when the stream ends
                 break
             new = self._tokenizer.encode(f" {word}", add_special_tokens=False).ids
             ids += new
