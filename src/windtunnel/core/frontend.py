@@ -23,10 +23,10 @@ class Submission(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Tokens of one sequence, written to its client at one time."""
+    """Outputs of one sequence, written to its client at one time."""
 
     key: str
-    tokens: int
+    outputs: int
     at_ns: int
     last: bool
 
@@ -57,7 +57,7 @@ class Frontend:
         self._arrivals.append((at_ns, _Incoming(key, work_ns / costs.turns, costs.turns)))
 
     def take_outputs(self, outputs: Sequence[tuple[str, bool]], at_ns: int) -> None:
-        """One token for each (key, is its last) from a step that ended at `at_ns`."""
+        """One output for each (key, is its last) from a step that ended at `at_ns`."""
         self._batches.append((at_ns, outputs))
 
     def next_event_at(self) -> int | None:
@@ -72,11 +72,11 @@ class Frontend:
         start_ns = self.next_event_at()
         assert start_ns is not None, "the front end has nothing to do"
         clock_ns, submissions = self._serve_incoming(start_ns)
-        tokens, last = self._merge(start_ns)
+        outputs, last = self._merge(start_ns)
         chunks = []
-        if tokens:
+        if outputs:
             clock_ns += self._costs.step_ns
-        for key, count in tokens.items():
+        for key, count in outputs.items():
             clock_ns += self._costs.chunk_ns
             chunks.append(Chunk(key, count, round(clock_ns), key in last))
             if key in last:
@@ -99,14 +99,14 @@ class Frontend:
         return clock_ns, submissions
 
     def _merge(self, start_ns: int) -> tuple[dict[str, int], set[str]]:
-        tokens: dict[str, int] = {}
+        outputs: dict[str, int] = {}
         last = set()
         while self._batches and self._batches[0][0] <= start_ns:
             for key, ends in self._batches.popleft()[1]:
-                tokens[key] = tokens.get(key, 0) + 1
+                outputs[key] = outputs.get(key, 0) + 1
                 if ends:
                     last.add(key)
-        return tokens, last
+        return outputs, last
 
 
 ENDING_WRITES = 3

@@ -17,7 +17,7 @@ from windtunnel.serve import asgi, failures
 from windtunnel.serve.clock import now_ns
 from windtunnel.serve.config import ServeConfig, UsageError, as_json
 from windtunnel.serve.driver import EngineDriver, StepObserver
-from windtunnel.serve.engines import arrival_delay_ns, make_pacing, with_hash_seed
+from windtunnel.serve.engines import front_of, make_pacing, with_hash_seed
 from windtunnel.serve.flags import live_changes
 from windtunnel.serve.flavour import Flavour, flavour_of
 from windtunnel.serve.http11 import Cork
@@ -69,11 +69,11 @@ class Server:
             self.seams.engine(self.flavour.engine(self._engine_config(config), make_pacing(config.pacing, chance), chance))
             for chance in self._chances
         )
-        self._pacing = make_pacing(config.pacing, self._chances[0])
         self.history = RequestHistory(config.limits.history)
         self.metrics: Any = self.flavour.metrics(config, self.engine.config)
         self.publishers = open_publishers(config, self.flavour, loop)
         self.driver = self._make_ranks()
+        self._put_front(config)
         self.sources = SourceMaker(config.generation, self.tokenizer)
         self.recorded = load_recorded(config, self.tokenizer)
         self.jobs = Jobs(
@@ -83,7 +83,6 @@ class Server:
             self._make_source,
             self._suffix,
             config.limits.open_answers,
-            self._arrival_delay_ns,
         )
 
     def new_id(self) -> str:
@@ -138,7 +137,8 @@ class Server:
         config = live_changes(self.config, changes)
         for engine, chance in zip(self.engines, self._chances, strict=True):
             engine.reconfigure(self._engine_config(config), make_pacing(config.pacing, chance), now_ns=now_ns())
-        self._pacing = make_pacing(config.pacing, self._chances[0])
+        if config.pacing != self.config.pacing:
+            self._put_front(config)
         self.sources = SourceMaker(config.generation, self.tokenizer)
         self.config = config
         self.driver.wake()
@@ -166,8 +166,10 @@ class Server:
     def _engine_config(self, config: ServeConfig) -> Any:
         return self.seams.engine_config(self.flavour.engine_config(config, self.tokenizer))
 
-    def _arrival_delay_ns(self, prompt_tokens: int) -> int:
-        return arrival_delay_ns(self._pacing, prompt_tokens)
+    def _put_front(self, config: ServeConfig) -> None:
+        """Each rank gets a front end of its own, or none."""
+        for driver, chance in zip(self.driver.drivers, self._chances, strict=True):
+            driver.front(front_of(config.pacing), chance)
 
     def _make_source(self, *args: Any) -> Any:
         return self.sources(*args)

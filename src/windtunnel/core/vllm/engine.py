@@ -102,6 +102,14 @@ class VllmEngine:
         self._scheduler.add(sequence, now_ns)
         self._publish_due = True
 
+    def release(self, request_ids: Sequence[str], now_ns: int) -> None:
+        """See `Engine.release`; under fcfs they queue in the order of their release."""
+        self._wake(now_ns)
+        for request_id in request_ids:
+            if request_id in self._live:
+                self._scheduler.release(self._live[request_id], self._arrivals, now_ns)
+                self._arrivals += 1
+
     def abort(self, request_ids: Sequence[str], now_ns: int, *, notify: bool = False) -> int:
         """End these; see `Engine.abort`. Under asynchronous scheduling a running one keeps its blocks for one step more."""
         self._wake(now_ns)
