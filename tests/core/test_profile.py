@@ -16,6 +16,7 @@ from windtunnel.core.profile import (
     ProfileError,
     ProfilePacing,
     StepCosts,
+    at_speed,
     from_mapping,
 )
 
@@ -80,8 +81,7 @@ def test_what_lasts_shows_in_the_next_draws() -> None:
 def test_step_time_is_the_sum_of_its_costs() -> None:
     quiet = Profile(PROFILE.step, PROFILE.frontend)
     assert ProfilePacing(quiet, random.Random(0)).step_ns(StepPlan(10, 3, 200, 40)) == 1000 + 50 + 300 + 100 + 10
-    assert ProfilePacing(quiet, random.Random(0), 10.0).step_ns(StepPlan(10, 3, 200, 40)) == 146
-    assert ProfilePacing(quiet, random.Random(0)).request_ns(40) == 600 + 40 + 300
+    assert ProfilePacing(at_speed(quiet, 10.0), random.Random(0)).step_ns(StepPlan(10, 3, 200, 40)) == 146
 
 
 def test_one_seed_gives_one_series() -> None:

@@ -44,6 +44,10 @@ class Engine(Protocol):
         """These, submitted with `UNTIL_RELEASED`, may run. Unknown ids and those that do not wait for it are no-ops."""
         ...
 
+    def delay_step(self, by_ns: int) -> None:
+        """The step under way, if any, ends so much later: something else has taken the processor."""
+        ...
+
     def next_event_at(self) -> int | None:
         """When `advance` next has something to do; None while idle."""
         ...

@@ -16,10 +16,11 @@ from windtunnel.core.engine import Engine
 from windtunnel.core.frontend import Chunk, Frontend
 from windtunnel.core.outputs import Refusal, StepOutput, TokenOutput
 from windtunnel.core.pacing import Draws
-from windtunnel.core.profile import Profile
+from windtunnel.core.profile import ProfilePacing
 from windtunnel.core.request import UNTIL_RELEASED, EngineRequest
 
 MAX_EVENTS_PER_ADVANCE = 1024
+_NEVER = 1 << 63
 
 
 class FrontedEngine:
@@ -28,12 +29,17 @@ class FrontedEngine:
     `advance` gives a step as the engine has it, less its outputs, when it ends, and each chunk as a `StepOutput` without stats.
     """
 
-    def __init__(self, engine: Engine, profile: Profile, draws: Draws) -> None:
+    def __init__(self, engine: Engine, pacing: ProfilePacing, draws: Draws) -> None:
+        """`pacing`: the engine's own."""
+        profile = pacing.profile
         self._engine = engine
+        self._contention = profile.frontend.contention
         self._frontend = Frontend(profile.frontend, profile.request_noise, draws)
         self._wake_ns = round(profile.frontend.wake_ns)
-        self._incoming: dict[str, list[str]] = {}
-        """By prompt, the requests that are not released yet."""
+        self._children: dict[str, list[str]] = {}
+        """Of each prompt on its way in, its requests."""
+        self._incoming: set[str] = set()
+        """Requests that are neither released nor ended."""
         self._releases: list[tuple[int, str]] = []
         self._at_work: set[str] = set()
         """Released and not ended: without any the engine sleeps."""
@@ -50,86 +56,111 @@ class FrontedEngine:
         for prompt, group in groupby(requests, key=lambda request: request.parent_id or request.request_id):
             children = list(group)
             self._arrived_ns = max(self._arrived_ns, children[0].arrival_ns)
-            self._incoming[prompt] = [child.request_id for child in children]
+            self._children[prompt] = [child.request_id for child in children]
+            self._incoming.update(self._children[prompt])
             self._frontend.arrive(prompt, len(children[0].prompt_token_ids), self._arrived_ns)
         return None
 
     def abort(self, request_ids: Sequence[str], now_ns: int, *, notify: bool = False) -> int:
-        """See `Engine.abort`. What the front end has begun it finishes, but nothing more is written without `notify`."""
-        if not notify:
-            for request_id in request_ids:
+        """See `Engine.abort`. Without `notify` nothing is written that is not the engine's later doing."""
+        for request_id in request_ids:
+            self._forget(request_id)
+            if not notify:
                 self._held.pop(request_id, None)
-                self._at_work.discard(request_id)
         return self._engine.abort(request_ids, now_ns, notify=notify)
 
     def let_go(self, now_ns: int) -> list[TokenOutput]:
         """The front end goes: everything is released. Returns the outputs that were not written yet."""
-        self._engine.release([request_id for group in self._incoming.values() for request_id in group], now_ns)
-        return [_joined(outputs) for outputs in self._held.values() if outputs]
+        self._engine.release([one for group in self._children.values() for one in group if one in self._incoming], now_ns)
+        return [_joined(outputs) for outputs in self._held.values()]
 
     def next_event_at(self) -> int | None:
-        times = [at_ns for at_ns in self._times() if at_ns is not None]
-        return min(times) if times else None
-
-    def _times(self) -> tuple[int | None, int | None, int | None, int | None]:
-        """Of the next chunk, release, step and turn. At one instant the earlier kind goes first."""
-        return (
+        times = (
             self._chunks[0].at_ns if self._chunks else None,
             self._releases[0][0] if self._releases else None,
             self._engine.next_event_at(),
             self._frontend.next_event_at(),
         )
+        return min((at_ns for at_ns in times if at_ns is not None), default=None)
 
     def advance(self, now_ns: int) -> list[StepOutput]:
-        """Everything that is due, in the order of its times and not of the call's; more may be due afterwards."""
+        """What is due, in the order of its times and not of the call's, up to the end of a sequence. More may be due then.
+
+        So a client's next request is never later than what has been run. At one instant chunks go first, then releases.
+        """
         done: list[StepOutput] = []
+        step_ns, turn_ns = _or_never(self._engine.next_event_at()), _or_never(self._frontend.next_event_at())
         for _ in range(MAX_EVENTS_PER_ADVANCE):
-            due = [(at_ns, kind) for kind, at_ns in enumerate(self._times()) if at_ns is not None]
-            if not due or min(due)[0] > now_ns:
+            chunk_ns = self._chunks[0].at_ns if self._chunks else _NEVER
+            release_ns = self._releases[0][0] if self._releases else _NEVER
+            at_ns = min(chunk_ns, release_ns, step_ns, turn_ns)
+            if at_ns > now_ns:
                 break
-            at_ns, kind = min(due)
-            done += (self._write, self._release, self._step, self._turn)[kind](at_ns)
+            if chunk_ns == at_ns:
+                if self._write(done):
+                    break
+            elif release_ns == at_ns:
+                self._release(at_ns)
+                step_ns = _or_never(self._engine.next_event_at())
+            elif step_ns == at_ns:
+                done += self._step(at_ns)
+                step_ns, turn_ns = _or_never(self._engine.next_event_at()), _or_never(self._frontend.next_event_at())
+            else:
+                self._turn()
+                step_ns, turn_ns = _or_never(self._engine.next_event_at()), _or_never(self._frontend.next_event_at())
         return done
 
-    def _write(self, at_ns: int) -> Sequence[StepOutput]:
+    def _write(self, done: list[StepOutput]) -> bool:
+        """Write the next chunk. True: it ends its sequence."""
         chunk = self._chunks.popleft()
-        held = self._held.get(chunk.key)
-        if not held:
-            return ()
-        taken, self._held[chunk.key] = held[: chunk.outputs], held[chunk.outputs :]
-        if chunk.last:
-            del self._held[chunk.key]
-        return (StepOutput(at_ns, [_joined(taken)]),)
+        held = self._held.pop(chunk.key, None)
+        if held is None:
+            return False
+        taken, rest = held[: chunk.outputs], held[chunk.outputs :]
+        if rest:
+            self._held[chunk.key] = rest
+        done.append(StepOutput(chunk.at_ns, [_joined(taken)]))
+        return chunk.last
 
-    def _release(self, at_ns: int) -> Sequence[StepOutput]:
-        children = self._incoming.pop(heappop(self._releases)[1], [])
+    def _release(self, at_ns: int) -> None:
+        prompt = heappop(self._releases)[1]
+        children = [one for one in self._children.pop(prompt, ()) if one in self._incoming]
+        self._incoming.difference_update(children)
         self._at_work.update(children)
         self._engine.release(children, at_ns)
-        return ()
 
     def _step(self, at_ns: int) -> Sequence[StepOutput]:
         steps = self._engine.advance(at_ns)
         for step in steps:
-            if not step.outputs:
-                continue
-            ends = [output.finish_reason is not None or output.error is not None for output in step.outputs]
-            for output, last in zip(step.outputs, ends, strict=True):
-                self._held.setdefault(output.request_id, []).append(output)
-                if last:
-                    self._at_work.discard(output.request_id)
-            self._frontend.take_outputs(
-                [(output.request_id, last) for output, last in zip(step.outputs, ends, strict=True)], step.at_ns
-            )
-            step.outputs = []
+            if step.outputs:
+                self._frontend.take_outputs([self._hold(output) for output in step.outputs], step.at_ns)
+                step.outputs = []
         return steps
 
-    def _turn(self, _at_ns: int) -> Sequence[StepOutput]:
+    def _hold(self, output: TokenOutput) -> tuple[str, bool]:
+        request_id, last = output.request_id, output.finish_reason is not None or output.error is not None
+        self._held.setdefault(request_id, []).append(output)
+        if last:
+            self._forget(request_id)
+        return request_id, last
+
+    def _forget(self, request_id: str) -> None:
+        self._incoming.discard(request_id)
+        self._at_work.discard(request_id)
+
+    def _turn(self) -> None:
         submissions, chunks = self._frontend.turn()
-        wake_ns = 0 if self._at_work else self._wake_ns
+        wake_ns = self._wake_ns
+        if self._at_work:
+            wake_ns = 0
+            self._engine.delay_step(round(self._contention * self._frontend.request_work_ns))
         for submission in submissions:
             heappush(self._releases, (submission.at_ns + wake_ns, submission.key))
         self._chunks += chunks
-        return ()
+
+
+def _or_never(at_ns: int | None) -> int:
+    return _NEVER if at_ns is None else at_ns
 
 
 def _joined(outputs: Sequence[TokenOutput]) -> TokenOutput:

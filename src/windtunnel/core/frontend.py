@@ -15,6 +15,10 @@ from windtunnel.core.pacing import Draws
 from windtunnel.core.profile import FrontendCosts, Noise, NoiseStream
 
 
+import os
+FIRST = bool(os.environ.get("FIRST"))
+
+
 class Submission(NamedTuple):
     """A request that leaves the front end for the engine."""
 
@@ -50,11 +54,13 @@ class Frontend:
         self._incoming: list[_Incoming] = []
         self._batches: deque[tuple[int, Sequence[tuple[str, bool]]]] = deque()
         self._free_ns = 0
+        self.request_work_ns = 0.0
+        """What the last turn spent on requests, their way to the engine included."""
 
     def arrive(self, key: str, prompt_tokens: int, at_ns: int) -> None:
         costs = self._costs
         work_ns = costs.request_ns + costs.prompt_token_ns * prompt_tokens
-        self._arrivals.append((at_ns, _Incoming(key, work_ns / costs.turns, costs.turns)))
+        self._arrivals.append((at_ns, _Incoming(key, work_ns / (1 if FIRST else costs.turns), costs.turns)))
 
     def take_outputs(self, outputs: Sequence[tuple[str, bool]], at_ns: int) -> None:
         """One output for each (key, is its last) from a step that ended at `at_ns`."""
@@ -68,7 +74,7 @@ class Frontend:
         return max(self._free_ns, min(heads)) if heads else None
 
     def turn(self) -> tuple[list[Submission], list[Chunk]]:
-        """Run the turn that `next_event_at` announced. Its results may lie later than its start."""
+        """Run the turn that `next_event_at` announced. Its results may lie later than its start; see also `request_work_ns`."""
         start_ns = self.next_event_at()
         assert start_ns is not None, "the front end has nothing to do"
         clock_ns, submissions = self._serve_incoming(start_ns)
@@ -89,10 +95,14 @@ class Frontend:
             self._incoming.append(self._arrivals.popleft()[1])
         clock_ns = float(start_ns)
         submissions = []
+        self.request_work_ns = 0.0
         for one in self._incoming:
             clock_ns += one.slice_ns
+            self.request_work_ns += one.slice_ns
+            if FIRST: one.slice_ns = 0.0
             one.turns_left -= 1
             if not one.turns_left:
+                self.request_work_ns += self._costs.handover_ns
                 on_its_way_ns = max(0.0, self._costs.handover_ns + self._noise.draw())
                 submissions.append(Submission(one.key, round(clock_ns + on_its_way_ns)))
         self._incoming = [one for one in self._incoming if one.turns_left]

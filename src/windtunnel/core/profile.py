@@ -113,6 +113,8 @@ class FrontendCosts:
     """For the first request after the engine was idle: it sleeps and must be woken."""
     handover_ns: float = 0.0
     """Between front end and engine, both ways together: it takes time but not the loop's."""
+    contention: float = 0.0
+    """Share of the work on a request that the steps under way lose to it: front end and engine share the machine's cores."""
     turns: int = 1
     """Turns of the loop that a request needs: how long it waits behind other work."""
 

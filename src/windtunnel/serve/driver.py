@@ -12,8 +12,8 @@ from typing import Protocol
 from windtunnel.core.engine import Engine
 from windtunnel.core.fronted import FrontedEngine
 from windtunnel.core.outputs import Refusal, StepOutput, TokenOutput
-from windtunnel.core.pacing import Draws
-from windtunnel.core.profile import Profile
+from windtunnel.core.pacing import Draws, Pacing
+from windtunnel.core.profile import ProfilePacing
 from windtunnel.core.request import EngineRequest
 from windtunnel.core.units import MS
 from windtunnel.serve.clock import make_alarm, now_ns
@@ -79,10 +79,10 @@ class EngineDriver:
         """Show this one every step, too, from the next on."""
         self._observers += (observer,)
 
-    def front(self, profile: Profile | None, draws: Draws) -> None:
-        """Put the engine behind the front end of `profile`, or behind nothing. What an earlier one holds goes on at once."""
+    def front(self, pacing: Pacing, draws: Draws) -> None:
+        """Put the engine behind the front end of its `pacing`, if that has one. What an earlier one holds goes on at once."""
         now, earlier = now_ns(), self._machine
-        self._machine = self.engine if profile is None else FrontedEngine(self.engine, profile, draws)
+        self._machine = FrontedEngine(self.engine, pacing, draws) if isinstance(pacing, ProfilePacing) else self.engine
         if isinstance(earlier, FrontedEngine):
             self._show(StepOutput(now, earlier.let_go(now)), now)
             self.wake()

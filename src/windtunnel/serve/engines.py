@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from windtunnel.core.pacing import Draws, Duration, Pacing, RequestPacing, StepPacing
 from windtunnel.core.physics import GPUS, MODELS, PhysicsPacing
-from windtunnel.core.profile import Profile, ProfilePacing, at_speed
+from windtunnel.core.profile import ProfilePacing, at_speed
 from windtunnel.core.tokenizer import Tokenizer
 from windtunnel.core.vllm.config import VllmEngineConfig
 from windtunnel.serve.config import PacingConfig, ServeConfig
@@ -56,8 +56,8 @@ def with_hash_seed(config: ServeConfig) -> ServeConfig:
 
 
 def make_pacing(config: PacingConfig, draws: Draws) -> Pacing:
-    if (profile := front_of(config)) is not None:
-        return ProfilePacing(profile, draws)
+    if config.profile is not None:
+        return ProfilePacing(at_speed(config.profile, config.time_scale), draws)
     if config.gpu is not None:
         return PhysicsPacing(GPUS[config.gpu], MODELS[config.gpu_model], config.tensor_parallel, config.time_scale)
     if config.model == "step":
@@ -75,11 +75,6 @@ def make_pacing(config: PacingConfig, draws: Draws) -> Pacing:
         prefill_token_ns=config.prefill_token_ns,
         time_scale=1 / config.time_scale,
     )
-
-
-def front_of(config: PacingConfig) -> Profile | None:
-    """The profile whose front end stands before the engines, as fast as it is to be played."""
-    return None if config.profile is None else at_speed(config.profile, config.time_scale)
 
 
 def make_metrics(config: ServeConfig, engine: VllmEngineConfig) -> VllmMetrics:

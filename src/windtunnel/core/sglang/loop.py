@@ -106,6 +106,11 @@ class SglangLoop:
             if request_id in self.sequences:
                 self.scheduler.release(self.sequences[request_id], now_ns)
 
+    def delay_step(self, by_ns: int) -> None:
+        """See `Engine.delay_step`."""
+        if self.batch is not None:
+            self.batch.end_ns += by_ns
+
     # Aborts
 
     def abort(self, request_ids: Sequence[str], now_ns: int, *, notify: bool = False) -> int:

@@ -146,6 +146,11 @@ class VllmEngine:
 
     # Time
 
+    def delay_step(self, by_ns: int) -> None:
+        """See `Engine.delay_step`."""
+        if self._step is not None:
+            self._step.end_ns += by_ns
+
     def _wake(self, now_ns: int) -> None:
         if self._step is None:
             self._clock_ns = max(self._clock_ns, now_ns)

@@ -57,21 +57,41 @@ class Lone:
     memory: float
 
 
-def lone(requests: Sequence[Measured]) -> Lone:
-    step_ms, context_ms, step_rest = _step_line(requests)
+def lones(groups: Sequence[Sequence[Measured]]) -> list[Lone]:
+    """What each group shows. The costs of a context token, a prompt token and prefill are the server's and found from all."""
+    steps_ms, context_ms, step_rests = _step_lines(groups)
     prompt, uncached, pairs, first = (
-        np.array(column, float) for column in zip(*(_first_row(one) for one in requests), strict=True)
+        np.array(column, float) for column in zip(*(_first_row(one) for group in groups for one in group), strict=True)
     )
     if np.array_equal(prompt, uncached):
         prompt = np.zeros_like(prompt)  # nothing was cached: the two cannot be told apart, and prefill has the larger part
-    columns = np.stack([np.ones_like(prompt), prompt, uncached, pairs], axis=1)
-    (constant, per_prompt, per_prefill, per_pair), rest = _least_deviations(columns, first - step_ms - context_ms * prompt)
-    ending = float(np.median([one.e2e_ms - one.chunks[-1][0] for one in requests]))
-    headers = [one.headers_ms for one in requests if one.headers_ms is not None]
+    member = _membership(groups)
+    columns = np.column_stack([member, prompt, uncached, pairs])
+    found, rest = _least_deviations(columns, first - member @ steps_ms - context_ms * prompt)
+    per_prompt, per_prefill, per_pair = found[len(groups) :]
+    return [
+        _lone(group, steps_ms[at], context_ms, found[at], per_prompt, per_prefill, per_pair, step_rests[at], rest[member[:, at] > 0])
+        for at, group in enumerate(groups)
+    ]
+
+
+def _lone(
+    group: Sequence[Measured],
+    step_ms: float,
+    context_ms: float,
+    first_ms: float,
+    per_prompt: float,
+    per_prefill: float,
+    per_pair: float,
+    step_rest: Vector,
+    rest: Vector,
+) -> Lone:
+    ending = float(np.median([one.e2e_ms - one.chunks[-1][0] for one in group]))
+    headers = [one.headers_ms for one in group if one.headers_ms is not None]
     return Lone(
         step_ms,
         context_ms,
-        constant,
+        first_ms,
         per_prompt,
         per_prefill,
         per_pair,
@@ -81,6 +101,11 @@ def lone(requests: Sequence[Measured]) -> Lone:
         rest,
         *_persistence(step_rest),
     )
+
+
+def _membership(groups: Sequence[Sequence[object]]) -> Vector:
+    """A column for each group: 1 in the rows of its members."""
+    return np.repeat(np.eye(len(groups)), [len(group) for group in groups], axis=0)
 
 
 _SEEDS = 2
@@ -101,18 +126,23 @@ def _persistence(rest: Vector) -> tuple[float, float]:
     return (min(0.95, near / memory ** _LAGS[0]), memory) if memory else (0.0, 0.0)
 
 
-def _step_line(requests: Sequence[Measured]) -> tuple[float, float, Vector]:
+def _step_lines(groups: Sequence[Sequence[Measured]]) -> tuple[Vector, float, list[Vector]]:
+    """(a step of each group, a context token, what is left of each gap)."""
     rows = [
-        (one.prompt_tokens + before[1], (after[0] - before[0]))
-        for one in requests
-        for before, after in pairwise(one.chunks)
-        if after[1] - before[1] == 1
+        [
+            (one.prompt_tokens + before[1], after[0] - before[0])
+            for one in group
+            for before, after in pairwise(one.chunks)
+            if after[1] - before[1] == 1
+        ]
+        for group in groups
     ]
-    if not rows:
+    if not all(rows):
         raise FitError("no request has two single-token chunks: there is no inter-token time to fit")
-    context, gap = (np.array(column, float) for column in zip(*rows, strict=True))
-    (step, per_context), rest = _least_deviations(np.stack([np.ones_like(context), context], axis=1), gap)
-    return step, per_context, rest
+    context, gap = (np.array(column, float) for column in zip(*(row for group in rows for row in group), strict=True))
+    member = _membership(rows)
+    found, rest = _least_deviations(np.column_stack([member, context]), gap)
+    return np.array(found[:-1]), found[-1], [rest[member[:, at] > 0] for at in range(len(groups))]
 
 
 def _first_row(one: Measured) -> tuple[float, float, float, float]:
@@ -144,6 +174,7 @@ class Shared:
     frontend_step_ms: float
     wake_ms: float
     noise_growth: float
+    contention: float
     chunk_factor: float
     """Only where nothing was timed after the last token: in hundredths of a lone step."""
     request_ms: float
@@ -172,6 +203,7 @@ def profile_of(alone: Lone, shared: Shared, source: str = "") -> Profile:
             _ns(chunk_ms),
             _ns(shared.wake_ms),
             _ns(max(0.0, rest_ms - request_ms)),
+            round(shared.contention, 6),
             shared.turns,
         ),
         _noise(alone.step_noise_ms, alone.lasting, alone.memory),
@@ -222,8 +254,8 @@ def fit(
     others = [run for run in runs if run.concurrency != 1]
     if not single:
         raise FitError("no run with concurrency 1 among those to fit: it is what separates a step from the waiting around it")
-    alone = lone(single)
-    start = Shared(0.05 * alone.step_ms, 0.1 * alone.first_ms, 0.25 * alone.first_ms, 0.5, 1.0, 0.5 * alone.first_ms, _TURNS[0])
+    alone = lones([single])[0]
+    start = Shared(0.05 * alone.step_ms, 0.1 * alone.first_ms, 0.25 * alone.first_ms, 0.5, 0.5, 1.0, 0.5 * alone.first_ms, _TURNS[0])
     if not others:
         say("no run with concurrency above 1: the cost of a decoding sequence is a guess (5 % of a step)")
         return profile_of(alone, start, source), None
@@ -282,7 +314,7 @@ def _search(
     return best, least
 
 
-_FREE = ("decode_seq_ms", "frontend_step_ms", "wake_ms", "noise_growth", "chunk_factor", "request_ms")
+_FREE = ("decode_seq_ms", "frontend_step_ms", "wake_ms", "noise_growth", "contention", "chunk_factor", "request_ms")
 
 
 def _known(alone: Lone, name: str) -> bool:

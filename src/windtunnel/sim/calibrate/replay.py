@@ -19,6 +19,7 @@ from windtunnel.core.vllm import VllmEngine, VllmEngineConfig
 from windtunnel.sim.calibrate.measured import Measured, Run
 
 MAX_EVENTS = 20_000_000
+_NO_END_NS = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +49,9 @@ class _Player:
 
     def __init__(self, run: Run, profile: Profile, limits: EngineLimits, seed: int) -> None:
         self._draws = random.Random(seed)
-        self._engine = VllmEngine(_engine_config(run, limits), ProfilePacing(profile, self._draws))
-        self._fronted = FrontedEngine(self._engine, profile, self._draws)
+        pacing = ProfilePacing(profile, self._draws)
+        self._engine = VllmEngine(_engine_config(run, limits), pacing)
+        self._fronted = FrontedEngine(self._engine, pacing, self._draws)
         self._ending_ns = round(ENDING_WRITES * profile.frontend.chunk_ns)
         self._thinks_ms = run.thinks_ms or [0.0]
         self._closed = run.concurrency
@@ -87,12 +89,12 @@ class _Player:
         return start_ns
 
     def _next(self) -> bool:
-        """The earliest of a sending and of what the server has to do. False: nothing is left."""
+        """The next sending, or what the server does before it. False: nothing is left."""
         send_ns, server_ns = (self._sends[0][0] if self._sends else None), self._fronted.next_event_at()
         if send_ns is not None and (server_ns is None or send_ns <= server_ns):
             self._send(send_ns)
         elif server_ns is not None:
-            self._serve(server_ns)
+            self._serve(_NO_END_NS if send_ns is None else send_ns)
         return send_ns is not None or server_ns is not None
 
     def _send(self, at_ns: int) -> None:
@@ -107,8 +109,8 @@ class _Player:
         source = SequenceSource((0,), ignore_eos=True)
         self._fronted.submit([EngineRequest(key, prompt, source, work.output_tokens, at_ns, ignore_eos=True)], at_ns)
 
-    def _serve(self, at_ns: int) -> None:
-        for step in self._fronted.advance(at_ns):
+    def _serve(self, until_ns: int) -> None:
+        for step in self._fronted.advance(until_ns):
             for output in step.outputs:
                 self._receive(output, step.at_ns)
 
