@@ -16,7 +16,11 @@ from windtunnel.sim.calibrate.replay import EngineLimits
 PAGE = Path(__file__).parent.parent / "docs" / "calibration.md"
 TRACE = Path(os.environ.get("WINDTUNNEL_GOLDEN", "../shared/golden")) / "vllm" / "trace.jsonl"
 LIMITS = EngineLimits(max_num_seqs=16, max_num_batched_tokens=2048, block_size=32)
-SERVER = (*(word for name in LIMITS.__slots__ for word in (f"--{name.replace('_', '-')}", str(getattr(LIMITS, name)))), "--seed", "1")
+SERVER = (
+    *(word for name in LIMITS.__slots__ for word in (f"--{name.replace('_', '-')}", str(getattr(LIMITS, name)))),
+    "--seed",
+    "1",
+)
 TABLES = {
     "passes-1-3": ("--only", "pass 1,pass 3", "--fit-concurrency", "1,8"),
     "pass-0": ("--only", "pass 0", "--fit-concurrency", "1,16"),

@@ -20,9 +20,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
+
 from bench.calibration import LIMITS, TRACE
 from bench.harness import server
-from numpy.typing import NDArray
 from windtunnel.core.profile import Profile, from_mapping
 from windtunnel.sim.calibrate.fit import series
 from windtunnel.sim.calibrate.formats import read_runs

@@ -1,8 +1,7 @@
-"""A live driver with a profile plays what the replay plays: the same chunks at the same times, under a clock that the test turns."""
+"""A live driver with a profile plays what the replay plays: the same chunks at the same times, under the test's clock."""
 
 import random
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 from tests.serve.test_driver_turns import FakeAlarm, FakeCork, FakeLoop

@@ -7,6 +7,7 @@ it waits a whole burst of chunks for each of its turns; and where the engine is 
 leave as one chunk.
 """
 
+import os
 from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,8 +15,6 @@ from typing import NamedTuple
 from windtunnel.core.pacing import Draws
 from windtunnel.core.profile import FrontendCosts, Noise, NoiseStream
 
-
-import os
 FIRST = bool(os.environ.get("FIRST"))
 
 
@@ -99,7 +98,8 @@ class Frontend:
         for one in self._incoming:
             clock_ns += one.slice_ns
             self.request_work_ns += one.slice_ns
-            if FIRST: one.slice_ns = 0.0
+            if FIRST:
+                one.slice_ns = 0.0
             one.turns_left -= 1
             if not one.turns_left:
                 self.request_work_ns += self._costs.handover_ns

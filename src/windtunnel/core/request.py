@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-
 UNTIL_RELEASED = 1 << 62
 """`EngineRequest.deferred_until_ns` of a request that a front end still holds: it waits for `Engine.release`."""
 

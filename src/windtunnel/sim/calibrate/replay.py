@@ -6,7 +6,7 @@ of each prompt was cached, and the clients' pause between two requests (or, with
 
 import random
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 
 from windtunnel.core.fronted import FrontedEngine
@@ -34,7 +34,7 @@ class EngineLimits:
 def replay(run: Run, profile: Profile, limits: EngineLimits, *, seed: int) -> Run:
     """The same run as the simulator has it."""
     player = _Player(run, profile, limits, seed)
-    return Run(run.name, run.concurrency, player.play())
+    return replace(run, requests=player.play())
 
 
 @dataclass(slots=True)
@@ -122,9 +122,7 @@ class _Player:
             return
         end_ns = at_ns + self._ending_ns
         work, e2e_ms = one.work, (end_ns - one.sent_ns) / 1e6
-        self._done.append(
-            Measured(one.sent_ns / 1e9, work.prompt_tokens, made, tuple(one.chunks), e2e_ms, work.cached_tokens)
-        )
+        self._done.append(Measured(one.sent_ns / 1e9, work.prompt_tokens, made, tuple(one.chunks), e2e_ms, work.cached_tokens))
         del self._open[output.request_id]
         if self._closed is not None:
             pause_ms = self._thinks_ms[int(self._draws.random() * len(self._thinks_ms))]
