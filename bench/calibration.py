@@ -22,10 +22,9 @@ SERVER = (
     "1",
 )
 TABLES = {
-    "passes-1-3": ("--only", "pass 1,pass 3", "--fit-concurrency", "1,8"),
+    "all-passes": ("--fit-concurrency", "1,8"),
     "pass-0": ("--only", "pass 0", "--fit-concurrency", "1,16"),
     "pass-0-extrapolated": ("--only", "pass 0", "--fit-concurrency", "1,4"),
-    "all-passes": ("--fit-concurrency", "1,8"),
 }
 
 

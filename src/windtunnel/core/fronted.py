@@ -149,14 +149,13 @@ class FrontedEngine:
         self._at_work.discard(request_id)
 
     def _turn(self) -> None:
-        submissions, chunks = self._frontend.turn()
-        wake_ns = self._wake_ns
+        turn = self._frontend.turn()
         if self._at_work:
-            wake_ns = 0
-            self._engine.delay_step(round(self._contention * self._frontend.request_work_ns))
-        for submission in submissions:
+            self._engine.delay_step(round(self._contention * turn.request_work_ns))
+        wake_ns = 0 if self._at_work else self._wake_ns
+        for submission in turn.submissions:
             heappush(self._releases, (submission.at_ns + wake_ns, submission.key))
-        self._chunks += chunks
+        self._chunks += turn.chunks
 
 
 def _or_never(at_ns: int | None) -> int:

@@ -7,15 +7,12 @@ it waits a whole burst of chunks for each of its turns; and where the engine is 
 leave as one chunk.
 """
 
-import os
 from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from windtunnel.core.pacing import Draws
 from windtunnel.core.profile import FrontendCosts, Noise, NoiseStream
-
-FIRST = bool(os.environ.get("FIRST"))
 
 
 class Submission(NamedTuple):
@@ -32,6 +29,15 @@ class Chunk(NamedTuple):
     outputs: int
     at_ns: int
     last: bool
+
+
+class Turn(NamedTuple):
+    """What came of one turn of the loop."""
+
+    submissions: list[Submission]
+    chunks: list[Chunk]
+    request_work_ns: float
+    """Spent on requests, their way to the engine included."""
 
 
 class _Incoming:
@@ -53,13 +59,11 @@ class Frontend:
         self._incoming: list[_Incoming] = []
         self._batches: deque[tuple[int, Sequence[tuple[str, bool]]]] = deque()
         self._free_ns = 0
-        self.request_work_ns = 0.0
-        """What the last turn spent on requests, their way to the engine included."""
 
     def arrive(self, key: str, prompt_tokens: int, at_ns: int) -> None:
         costs = self._costs
         work_ns = costs.request_ns + costs.prompt_token_ns * prompt_tokens
-        self._arrivals.append((at_ns, _Incoming(key, work_ns / (1 if FIRST else costs.turns), costs.turns)))
+        self._arrivals.append((at_ns, _Incoming(key, work_ns / costs.turns, costs.turns)))
 
     def take_outputs(self, outputs: Sequence[tuple[str, bool]], at_ns: int) -> None:
         """One output for each (key, is its last) from a step that ended at `at_ns`."""
@@ -72,11 +76,12 @@ class Frontend:
         heads = [queue[0][0] for queue in (self._arrivals, self._batches) if queue]
         return max(self._free_ns, min(heads)) if heads else None
 
-    def turn(self) -> tuple[list[Submission], list[Chunk]]:
-        """Run the turn that `next_event_at` announced. Its results may lie later than its start; see also `request_work_ns`."""
+    def turn(self) -> Turn:
+        """Run the turn that `next_event_at` announced. Its results may lie later than its start."""
         start_ns = self.next_event_at()
         assert start_ns is not None, "the front end has nothing to do"
         clock_ns, submissions = self._serve_incoming(start_ns)
+        request_work_ns = clock_ns - start_ns + self._costs.handover_ns * len(submissions)
         outputs, last = self._merge(start_ns)
         chunks = []
         if outputs:
@@ -87,22 +92,17 @@ class Frontend:
             if key in last:
                 clock_ns += self._costs.chunk_ns * ENDING_WRITES
         self._free_ns = round(clock_ns)
-        return submissions, chunks
+        return Turn(submissions, chunks, request_work_ns)
 
     def _serve_incoming(self, start_ns: int) -> tuple[float, list[Submission]]:
         while self._arrivals and self._arrivals[0][0] <= start_ns:
             self._incoming.append(self._arrivals.popleft()[1])
         clock_ns = float(start_ns)
         submissions = []
-        self.request_work_ns = 0.0
         for one in self._incoming:
             clock_ns += one.slice_ns
-            self.request_work_ns += one.slice_ns
-            if FIRST:
-                one.slice_ns = 0.0
             one.turns_left -= 1
             if not one.turns_left:
-                self.request_work_ns += self._costs.handover_ns
                 on_its_way_ns = max(0.0, self._costs.handover_ns + self._noise.draw())
                 submissions.append(Submission(one.key, round(clock_ns + on_its_way_ns)))
         self._incoming = [one for one in self._incoming if one.turns_left]
