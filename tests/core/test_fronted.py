@@ -11,7 +11,8 @@ from windtunnel.core.engine import Engine
 from windtunnel.core.fronted import FrontedEngine
 from windtunnel.core.lifecycle import State
 from windtunnel.core.outputs import FinishReason, StepOutput
-from windtunnel.core.profile import FrontendCosts, Profile, ProfilePacing, StepCosts
+from windtunnel.core.profile import FrontendCosts, Profile, ProfilePacing, StepCosts, at_speed
+from windtunnel.core.request import UNTIL_RELEASED
 from windtunnel.core.sglang.config import SglangEngineConfig
 from windtunnel.core.sglang.engine import SglangEngine
 
@@ -140,3 +141,23 @@ def test_a_front_end_that_goes_releases_all_and_gives_what_it_held() -> None:
     outputs = [out for _ in range(100) for step in made.advance(NEVER_NS) for out in step.outputs]
     assert written + len(left.token_ids) + sum(out.request_id == "a" for out in outputs) == 20
     assert sum(out.request_id == "b" for out in outputs) == 2
+
+
+def test_held_requests_queue_in_the_order_of_their_release_and_only_once() -> None:
+    made = engine(ProfilePacing(profile(), random.Random(0)), max_num_seqs=1)
+    made.submit([request(name, 8, 1, deferred_until_ns=UNTIL_RELEASED) for name in ("a", "b", "c")], 0)
+    assert made.advance(10) and made.next_event_at() is None
+    for names in (["c", "unknown"], ["a"], ["c"]):
+        made.release(names, 10)
+    outputs = [out.request_id for _ in range(20) for step in made.advance(NEVER_NS) for out in step.outputs]
+    assert outputs == ["c", "a"]
+    assert [view.state for view in made.live()] == [State.DEFERRED]
+    assert made.abort(["b"], NEVER_NS) == 1
+    made.check_integrity()
+
+
+def test_speed_divides_every_duration_of_a_profile() -> None:
+    slow = Profile(StepCosts(base_ns=1000.0, noise_growth=0.5), FrontendCosts(request_ns=500.0, contention=0.5, turns=3))
+    fast = at_speed(slow, 10.0)
+    assert fast.step == StepCosts(base_ns=100.0, noise_growth=0.5)
+    assert fast.frontend == FrontendCosts(request_ns=50.0, contention=0.5, turns=3)
