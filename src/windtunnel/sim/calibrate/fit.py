@@ -74,47 +74,31 @@ def lones(groups: Sequence[Sequence[Measured]]) -> list[Lone]:
     found, rest = _least_deviations(columns, first - member @ steps_ms - context_ms * prompt)
     per_prompt, per_prefill, per_pair = found[len(groups) :]
     return [
-        _lone(
-            group,
+        Lone(
             float(steps_ms[at]),
             context_ms,
             found[at],
             per_prompt,
             per_prefill,
             per_pair,
+            _chunk_ms(group),
+            _headers_ms(group),
             step_rests[at],
             rest[member[:, at] > 0],
+            *_persistence(step_rests[at]),
         )
         for at, group in enumerate(groups)
     ]
 
 
-def _lone(
-    group: Sequence[Measured],
-    step_ms: float,
-    context_ms: float,
-    first_ms: float,
-    per_prompt: float,
-    per_prefill: float,
-    per_pair: float,
-    step_rest: Vector,
-    rest: Vector,
-) -> Lone:
-    ending = float(np.median([one.e2e_ms - one.chunks[-1][0] for one in group]))
+def _chunk_ms(group: Sequence[Measured]) -> float:
+    """A write's cost, from those that follow the last token."""
+    return max(0.0, float(np.median([one.e2e_ms - one.chunks[-1][0] for one in group]))) / ENDING_WRITES
+
+
+def _headers_ms(group: Sequence[Measured]) -> float | None:
     headers = [one.headers_ms for one in group if one.headers_ms is not None]
-    return Lone(
-        step_ms,
-        context_ms,
-        first_ms,
-        per_prompt,
-        per_prefill,
-        per_pair,
-        max(0.0, ending) / ENDING_WRITES,
-        float(np.median(headers)) if headers else None,
-        step_rest,
-        rest,
-        *_persistence(step_rest),
-    )
+    return float(np.median(headers)) if headers else None
 
 
 def _membership(groups: Sequence[Sequence[object]]) -> Vector:
