@@ -36,7 +36,12 @@ def calibrate(
     seed: Annotated[int, typer.Option(min=0, help="Of the search and the predictions")] = 0,
     seeds: Annotated[int, typer.Option(min=1, max=100, help="Predictions are means over so many seeds")] = 5,
     evaluations: Annotated[
-        int, typer.Option(min=1, max=10_000, help="Replays that the search may make for each shape of front end")
+        int,
+        typer.Option(
+            min=1,
+            max=10_000,
+            help="Points that the last descent of the search may try; each shape of front end gets a third before",
+        ),
     ] = 100,
     scouts: Annotated[
         int, typer.Option(min=0, max=10_000, help="Random points tried before each local search: slower, and surer")

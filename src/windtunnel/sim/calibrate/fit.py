@@ -297,33 +297,37 @@ class _Search:
         self._say = say
 
     def run(self, start: Shared, evaluations: int, shapes: Sequence[int], scouts: int) -> tuple[Shared, float]:
-        """A descent for each number of turns, the later ones from the best so far and half as long."""
+        """A short descent for each number of turns, each from the best so far, and a long one for the best number."""
         origin = np.array([getattr(start, name) for name in self._free])
 
         def at(point: Vector, turns: int) -> Shared:
             values = map(float, origin * np.exp(point))
             return replace(start, **dict(zip(self._free, values, strict=True)), turns=turns)
 
-        best, best_point, least = start, np.zeros(len(origin)), float("inf")
+        point, turns, least = np.zeros(len(origin)), shapes[0], float("inf")
         chance = np.random.default_rng(self._seed)
-        for turns in shapes:
-            scouted = [best_point, *(chance.normal(0, _SCOUT_SPREAD, len(origin)) for _ in range(scouts))]
-            costs = [self._cost(at(point, turns)) for point in scouted] if scouts else [0.0]
-            first = scouted[costs.index(min(costs))]
-            found = minimize(
-                lambda point, turns=turns: self._cost(at(point, turns)),
-                first,
-                method="Nelder-Mead",
-                options={
-                    "maxfev": evaluations if turns == shapes[0] else evaluations // 2,
-                    "initial_simplex": _simplex(first),
-                },
-            )
-            self._say(f"turns {turns}: distance {found.fun:.4f}")
-            if found.fun < least:
-                best, best_point, least = at(found.x, turns), found.x, float(found.fun)
+        for shape in shapes:
+            scouted = [point, *(chance.normal(0, _SCOUT_SPREAD, len(origin)) for _ in range(scouts))]
+            costs = [self._cost(at(one, shape)) for one in scouted] if scouts else [0.0]
+            found, cost = self._descend(at, scouted[costs.index(min(costs))], shape, evaluations // 3)
+            if cost < least:
+                point, turns, least = found, shape, cost
+        found, cost = self._descend(at, point, turns, evaluations)
+        best, least = (at(found, turns), cost) if cost < least else (at(point, turns), least)
         self._say(f"found {best}")
         return best, least
+
+    def _descend(
+        self, at: Callable[[Vector, int], Shared], first: Vector, turns: int, evaluations: int
+    ) -> tuple[Vector, float]:
+        found = minimize(
+            lambda point: self._cost(at(point, turns)),
+            first,
+            method="Nelder-Mead",
+            options={"maxfev": evaluations, "initial_simplex": _simplex(first)},
+        )
+        self._say(f"turns {turns}: distance {found.fun:.4f}")
+        return found.x, float(found.fun)
 
     def _cost(self, shared: Shared) -> float:
         return sum(
