@@ -1,6 +1,6 @@
 """The readers on what the tools really wrote (`tests/data/calibrate`), and a fit to them finds the server that was measured.
 
-That server: 40 ms and 0.05 ms for each uncached prompt token to the first token, 8 ms between tokens, every answer of 12 tokens.
+That server: 40 ms, and 0.05 ms for each uncached prompt token, to the first token; 8 ms between tokens; answers of 12 tokens.
 The tools' own clients add to the time to first token; how much is not known, so only its slope is compared closely.
 """
 
