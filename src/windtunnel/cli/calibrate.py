@@ -42,7 +42,7 @@ def calibrate(
             max=10_000,
             help="Points that the last descent of the search may try; each shape of front end gets a third before",
         ),
-    ] = 100,
+    ] = 75,
     scouts: Annotated[
         int, typer.Option(min=0, max=10_000, help="Random points tried before each local search: slower, and surer")
     ] = 0,

@@ -107,6 +107,8 @@ def _membership(groups: Sequence[Sequence[object]]) -> Vector:
 
 
 _SEEDS = 2
+_PRIOR = 0.02
+"""What it costs the search to be a factor of e away from where it starts: what the runs do not tell stays near there."""
 _SCOUT_SPREAD = 0.8
 """Standard deviation of a scout's factor, as a logarithm."""
 _LAGS = (2, 50)
@@ -251,7 +253,7 @@ def fit(
     limits: EngineLimits,
     *,
     seed: int = 0,
-    evaluations: int = 100,
+    evaluations: int = 75,
     say: Callable[[str], None] = lambda _text: None,
     source: str = "",
     turns: Sequence[int] = _TURNS,
@@ -308,20 +310,20 @@ class _Search:
         chance = np.random.default_rng(self._seed)
         for shape in shapes:
             scouted = [point, *(chance.normal(0, _SCOUT_SPREAD, len(origin)) for _ in range(scouts))]
-            costs = [self._cost(at(one, shape)) for one in scouted] if scouts else [0.0]
+            costs = [self._cost(at, one, shape) for one in scouted] if scouts else [0.0]
             found, cost = self._descend(at, scouted[costs.index(min(costs))], shape, evaluations // 3)
             if cost < least:
                 point, turns, least = found, shape, cost
         found, cost = self._descend(at, point, turns, evaluations)
-        best, least = (at(found, turns), cost) if cost < least else (at(point, turns), least)
+        best = at(found if cost < least else point, turns)
         self._say(f"found {best}")
-        return best, least
+        return best, self._distance(best)
 
     def _descend(
         self, at: Callable[[Vector, int], Shared], first: Vector, turns: int, evaluations: int
     ) -> tuple[Vector, float]:
         found = minimize(
-            lambda point: self._cost(at(point, turns)),
+            lambda point: self._cost(at, point, turns),
             first,
             method="Nelder-Mead",
             options={"maxfev": evaluations, "initial_simplex": _simplex(first)},
@@ -329,7 +331,10 @@ class _Search:
         self._say(f"turns {turns}: distance {found.fun:.4f}")
         return found.x, float(found.fun)
 
-    def _cost(self, shared: Shared) -> float:
+    def _cost(self, at: Callable[[Vector, int], Shared], point: Vector, turns: int) -> float:
+        return self._distance(at(point, turns)) + _PRIOR * float(np.sum(point**2))
+
+    def _distance(self, shared: Shared) -> float:
         return sum(
             distance(measured, series(replay(run, profile_of(alone, shared), self._limits, seed=self._seed + at)))
             for run, alone, measured in self._runs
