@@ -3,7 +3,9 @@
 Names and defaults are vLLM's where vLLM has the setting. The names of llm-d-inference-sim are accepted as aliases.
 """
 
+import contextlib
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
@@ -11,7 +13,7 @@ from typing import Any
 
 from windtunnel.core.physics import GPUS, MODELS
 from windtunnel.core.profile import Profile, from_mapping
-from windtunnel.core.units import parse_duration_ns
+from windtunnel.core.units import LONGEST_S, parse_duration_ns
 from windtunnel.serve.config import ServeConfig, UsageError
 from windtunnel.serve.config_file import read_config_file
 from windtunnel.serve.failures import FAILURES
@@ -35,19 +37,25 @@ def _seconds(value: Any) -> int:
         seconds = float(value)
     except ValueError:
         return parse_duration_ns(value)
-    if not 0 <= seconds <= _LONGEST_S:
-        raise ValueError(f"{value} is out of range: it must be between 0 and {_LONGEST_S} seconds")
+    if not 0 <= seconds <= LONGEST_S:
+        raise ValueError(f"{value} is out of range: it must be between 0 and {LONGEST_S} seconds")
     return round(seconds * 1e9)
 
 
-_LONGEST_S = 10**9
+def _whole(value: Any) -> int:
+    """Of digits, or a number of JSON. Raises ValueError with the value as it was given."""
+    if isinstance(value, int | str) and not isinstance(value, bool):
+        with contextlib.suppress(ValueError):
+            return int(value)
+    raise ValueError(f"{str(value)[:_SHOWN_CHARS]!r} is not a whole number")
+
+
+_SHOWN_CHARS = 100
 
 
 def _integer(low: int, high: int = 1 << 62) -> Parse:
     def parse(value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, int | str):
-            raise ValueError(f"{value!r} is not a whole number")
-        number = int(value)
+        number = _whole(value)
         if not low <= number <= high:
             bound = f" and at most {high}" if high < 1 << 62 else ""
             raise ValueError(f"{number} is out of range: it must be at least {low}{bound}")
@@ -62,9 +70,12 @@ def _optional(parse: Parse) -> Parse:
 
 def _number(low: float, high: float) -> Parse:
     def parse(value: Any) -> float:
-        if isinstance(value, bool):
-            raise ValueError(f"{value!r} is not a number")
-        number = float(value)
+        try:
+            number = math.nan if isinstance(value, bool) else float(value)
+        except (ValueError, TypeError, OverflowError):
+            number = math.nan
+        if math.isnan(number):
+            raise ValueError(f"{str(value)[:_SHOWN_CHARS]!r} is not a number")
         if not low <= number <= high:
             raise ValueError(f"{number} is out of range: it must be between {low} and {high}")
         return number
@@ -137,12 +148,16 @@ def _map_or_array(value: Any) -> str:
     return "map" if _boolean(value) else "array"
 
 
+_LONGEST_ANSWER = 1 << 31
+
+
 def _range(value: Any) -> tuple[int, int]:
-    if isinstance(value, str):
-        value = value.split(":")
-    low, high = (int(part) for part in value)
-    if not 1 <= low <= high:
-        raise ValueError(f"{low}:{high} is not a range: write LOW:HIGH with 1 <= LOW <= HIGH")
+    parts = value.split(":") if isinstance(value, str) else value
+    if not isinstance(parts, list | tuple) or len(parts) != 2:
+        raise ValueError(f"{value!r} is not a range: write LOW:HIGH")
+    low, high = map(_whole, parts)
+    if not 1 <= low <= high <= _LONGEST_ANSWER:
+        raise ValueError(f"{low}:{high} is not a range: write LOW:HIGH with 1 <= LOW <= HIGH <= {_LONGEST_ANSWER}")
     return low, high
 
 
@@ -206,6 +221,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag("host", "host", _text, "address to listen on"),
     Flag("port", "port", _integer(0, 65535), "TCP port; 0 picks a free one"),
     Flag("grpc-port", "grpc_port", _optional(_integer(0, 65535)), "serve gRPC too, on this TCP port; 0 picks a free one"),
+    Flag("grpc-on-http-port", "grpc_on_http_port", _boolean, "serve gRPC on the same port as HTTP", switch=True),
     Flag("grpc", "grpc_port", _grpc_switch, "the same on port 50051, vLLM's own; HTTP stays", switch=True),
     Flag("served-model-name", "served_model_names", _texts, "public model names; the first is used in answers", many=True),
     Flag("tokenizer", "tokenizer", _optional(_text), "folder with tokenizer.json; without it the built-in tokenizer"),
@@ -255,6 +271,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag("enable-log-requests", "enable_log_requests", _boolean, "log requests and aborts", switch=True),
     Flag("return-tokens-as-token-ids", "return_tokens_as_token_ids", _boolean, "spell logprob tokens token_id:N", switch=True),
     Flag("trust-request-chat-template", "trust_request_chat_template", _boolean, "chat_template in requests", switch=True),
+    Flag("media-tokens", "media_tokens", _integer(0, 1 << 20), "tokens of each image, sound or film in a chat; 0: text only"),
     Flag("max-logprobs", "max_logprobs", _integer(-1), "most alternatives per token"),
     Flag("stream-interval", "stream_interval", _POSITIVE, "tokens per stream chunk"),
     Flag("sse-keep-alive-interval", "sse_keep_alive_interval_ns", _seconds, "comment frames on silent streams", live=True),
@@ -347,6 +364,13 @@ FLAGS: tuple[Flag, ...] = (
     ),
     Flag("kv-offloading-blocks", "scheduler.kv_offloading_blocks", _COUNT, "the same as a number of blocks"),
     Flag("kv-offloading-block-time", "scheduler.kv_offloading_block_ns", _duration, "what bringing one block back costs"),
+    Flag(
+        "kv-offloading-disk-blocks",
+        "scheduler.kv_offloading_disk_blocks",
+        _COUNT,
+        "blocks on disk, behind those in host memory",
+    ),
+    Flag("kv-offloading-disk-block-time", "scheduler.kv_offloading_disk_block_ns", _duration, "the same cost, from disk"),
     Flag("data-parallel-size", "data_parallel_size", _integer(1, 256), "engine ranks"),
     Flag("kv-events-config", "kv_events.*", parse_kv_events, 'where KV events go: {"enable_kv_cache_events": true, …}'),
     Flag("kv-events-format", "kv_events.form", _choice(*FORMATS), "KV events as maps (0.32 and later) or arrays"),
@@ -362,6 +386,7 @@ FLAGS: tuple[Flag, ...] = (
         "kv-events-replay-endpoint", "kv_events.replay_endpoint", _optional(parse_endpoint), "their replay (llm-d's simulator)"
     ),
     Flag("kv-events-replay-queue-size", "kv_events.buffer_steps", _POSITIVE, "batches kept for replay (llm-d-inference-sim)"),
+    Flag("event-batch-size", "kv_events.batch_events", _integer(1, 1 << 20), "KV events of a batch; 1: those of a step"),
     Flag("failure-injection-rate", "failures.rate_percent", _integer(0, 100), "percent that fails on purpose", live=True),
     Flag("failure-types", "failures.types", _failure_types, "how they fail; all kinds when empty", many=True, live=True),
     Flag("max-body-bytes", "limits.body_bytes", _POSITIVE, "largest request body (413)"),
@@ -477,7 +502,13 @@ def live_changes(config: ServeConfig, changes: Mapping[str, Any]) -> ServeConfig
             names = ", ".join(table.live)
             raise UsageError(f"{key}: not a setting that can be changed while the server runs; those are {names}")
         values[flag.target] = _parse(flag, key, value)
-    return check(apply_values(config, values))
+    changed = check(apply_values(config, values))
+    if config.scheduler.kv_offloading_gib and changed.pacing.gpu_model != config.pacing.gpu_model:
+        raise UsageError(
+            f"gpu_model: {config.pacing.gpu_model} says how many blocks --kv-offloading-size holds, and those cannot change "
+            "while the server runs; start it with --kv-offloading-blocks instead"
+        )
+    return changed
 
 
 def check(config: ServeConfig) -> ServeConfig:
@@ -496,7 +527,19 @@ def check(config: ServeConfig) -> ServeConfig:
         raise UsageError(f"--kv-events-config: {error}") from None
     if bool(config.ssl_certfile) != bool(config.ssl_keyfile):
         raise UsageError("--ssl-certfile and --ssl-keyfile go together")
-    return config
+    return _with_one_port(config)
+
+
+def _with_one_port(config: ServeConfig) -> ServeConfig:
+    """`--grpc-port` equal to `--port` says the same as `--grpc-on-http-port`."""
+    same = config.grpc_port == config.port != 0
+    if not (same or config.grpc_on_http_port):
+        return config
+    if config.grpc_port is not None and not same:
+        raise UsageError(f"--grpc-on-http-port and --grpc-port {config.grpc_port} contradict each other: give one")
+    if config.ssl_certfile:
+        raise UsageError("--grpc-on-http-port serves no TLS: give gRPC a --grpc-port of its own")
+    return replace(config, grpc_port=None, grpc_on_http_port=True)
 
 
 def _check_vllm(config: ServeConfig) -> None:
@@ -505,6 +548,10 @@ def _check_vllm(config: ServeConfig) -> None:
         raise UsageError("--kv-offloading-size and --kv-offloading-blocks say the same thing: give one")
     if (scheduler.kv_offloading_gib or scheduler.kv_offloading_blocks) and not scheduler.enable_prefix_caching:
         raise UsageError("--kv-offloading-size needs prefix caching: nothing is found in the host tier without it")
+    if scheduler.kv_offloading_disk_blocks and not (scheduler.kv_offloading_gib or scheduler.kv_offloading_blocks):
+        raise UsageError(
+            "--kv-offloading-disk-blocks needs --kv-offloading-size or --kv-offloading-blocks: it stands behind them"
+        )
     needed = -(-scheduler.max_model_len // scheduler.block_size) + 1
     if scheduler.num_gpu_blocks < needed:
         raise UsageError(

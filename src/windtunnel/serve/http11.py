@@ -105,7 +105,7 @@ class ChunkSink:
     def flush(self) -> None:
         data = b"".join(self.parts)
         self.parts.clear()
-        if not self._line.gone:
+        if not self._line.gone and not self._transport.is_closing():
             self._transport.write(data)
 
     def lane(self, head: bytes, tail: bytes) -> "Lane":
@@ -278,6 +278,11 @@ class Connection(HttpToolsProtocol):
         for line in lines:
             if not line.answered:
                 line.lost()
+
+    def leave_http(self) -> None:
+        """The connection turns out to be of another protocol: whoever takes its transport answers for it from here on."""
+        self.sweeper.forget(self)
+        self.connections.discard(self)
 
     def data_received(self, data: bytes) -> None:
         """A head is limited both by what arrives before it is complete and by what it turns out to hold."""

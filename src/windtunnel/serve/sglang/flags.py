@@ -15,7 +15,8 @@ from windtunnel.serve.sglang.kv_config import parse_sglang_kv_events
 DEFAULT_PORT = 30000
 
 _SHARED_WITHOUT_SECTION = frozenset(
-    """engine host port grpc-port served-model-name enable-lora seed stream-interval tool-call-parser reasoning-parser
+    """engine host port grpc-port grpc-on-http-port served-model-name enable-lora seed stream-interval tool-call-parser
+    reasoning-parser
     shutdown-timeout shutdown-outcome watchdog-interval startup-duration timeout-keep-alive disable-access-log
     ssl-certfile ssl-keyfile fault pod-name pod-namespace hash-seed""".split()
 )
@@ -71,6 +72,7 @@ OWN_FLAGS: tuple[Flag, ...] = (
     Flag("disable-radix-cache", "sglang.disable_radix_cache", help="no prefix cache", **_SWITCH),
     Flag("disable-overlap-schedule", "sglang.disable_overlap_schedule", help="results before the next batch", **_SWITCH),
     Flag("decode-log-interval", "sglang.decode_log_interval", _POSITIVE, "decode steps between two reports", live=True),
+    Flag("log-batches", "sglang.log_batches", help='log "Prefill batch, …" and "Decode batch, …" as SGLang does', **_SWITCH),
     Flag(
         "enable-metrics",
         "sglang.enable_metrics",
@@ -83,6 +85,7 @@ OWN_FLAGS: tuple[Flag, ...] = (
         help="scheduler metrics of every tensor-parallel rank",
         **_SWITCH,
     ),
+    Flag("collect-tokens-histogram", "sglang.collect_tokens_histogram", help="histograms of prompts and answers", **_SWITCH),
     Flag("kv-events-config", "kv_events.*", parse_sglang_kv_events, 'where KV events go: {"publisher": "zmq", …}'),
     Flag("enable-cache-report", "sglang.enable_cache_report", help="cached tokens in usage", **_SWITCH),
     Flag(

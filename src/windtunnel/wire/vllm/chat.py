@@ -9,6 +9,7 @@ from pydantic import Field, ValidationError, model_validator
 from windtunnel.wire import http
 from windtunnel.wire.env import ServerEnv
 from windtunnel.wire.family import ChoiceResult, Delta, Generation, PromptPlan, StreamEncoder, Usage, WireError
+from windtunnel.wire.output import HeldLogprobs
 from windtunnel.wire.vllm import chunks, fields, messages_in, models, parsers, prompts, sampling, structured
 from windtunnel.wire.vllm.completions import Routing, check_cache_salt
 from windtunnel.wire.vllm.fields import AtLeastOne, AtLeastZero, CacheSalt, Int64, StopList, Truncation
@@ -277,8 +278,11 @@ def render_text(messages: Sequence[Any], request: Any, env: ServerEnv) -> tuple[
         raise WireError("Cannot apply the chat template to an empty conversation; send at least one message")
     try:
         conversation = messages_in.for_template(messages)
+        media = messages_in.media_of(messages)
     except ValidationError as error:
         raise WireError(str(error)) from None
+    if media and not env.media_tokens:
+        raise WireError("An image, audio or video part is not possible: this model takes text only")
     return conversation, _template_text(conversation, request, env)
 
 
@@ -290,6 +294,11 @@ def render(messages: Sequence[Any], request: Any, env: ServerEnv) -> tuple[list[
         return conversation, prompts.from_token_ids(given, env)
     keep, side = getattr(request, "truncate_prompt_tokens", None), getattr(request, "truncation_side", None)
     special = getattr(request, "add_special_tokens", False)
+    media = messages_in.media_of(messages)
+    if media:
+        if keep is not None:
+            raise WireError("truncate_prompt_tokens is not possible in a chat with images, audio or video")
+        return conversation, prompts.with_media(text, messages_in.MEDIA_MARK, media, env, add_special_tokens=special)
     return conversation, prompts.from_text(text, env, add_special_tokens=special, keep=keep, side=side)
 
 
@@ -387,7 +396,19 @@ class ChatEncoder:
     A plain delta (no parser, logprobs, token ids, usage or finish) is one join of prepared bytes around its text.
     """
 
-    __slots__ = ("_called", "_counts", "_heads", "_parsers", "_plain", "_reasoned", "_roles_sent", "_spec", "_tail", "_top")
+    __slots__ = (
+        "_called",
+        "_counts",
+        "_heads",
+        "_held",
+        "_parsers",
+        "_plain",
+        "_reasoned",
+        "_roles_sent",
+        "_spec",
+        "_tail",
+        "_top",
+    )
 
     def __init__(self, spec: ChatSpec) -> None:
         self._spec = spec
@@ -398,6 +419,7 @@ class ChatEncoder:
         self._parsers = [parsers.make_parser(reasoning=spec.reasoning, tools=spec.tools is not None) for _ in range(spec.n)]
         self._plain = not (parsed or spec.token_ids or spec.continuous_usage or spec.top_logprobs is not None)
         self._counts = [0] * spec.n
+        self._held = HeldLogprobs(spec.n)
         self._called = [False] * spec.n
         self._reasoned = [ReasoningCount(spec) for _ in range(spec.n)] if spec.env.reasoning_parser else []
         self._roles_sent = False
@@ -406,7 +428,7 @@ class ChatEncoder:
         if self._plain and delta.finish_reason is None and self._roles_sent:
             if not delta.text:
                 return b""
-            return b"".join((self._heads[delta[0]], chunks.json_text(delta.text), self._tail))
+            return b"".join((self._heads[delta[0]], http.json_text(delta.text), self._tail))
         before = b"" if self._roles_sent else self._role_chunks()
         return before + self._full(delta)
 
@@ -448,6 +470,7 @@ class ChatEncoder:
     def _full(self, delta: Delta) -> bytes:
         index = delta.index
         self._counts[index] += len(delta.token_ids)
+        self._held.hold(delta)
         if self._reasoned:
             self._reasoned[index].add(delta.token_ids)
         shown = self._members(delta)
@@ -486,7 +509,7 @@ class ChatEncoder:
         finish = delta.finish_reason if last else None
         choice: dict[str, Any] = {"index": delta.index, "delta": members, "logprobs": None}
         if spec.top_logprobs is not None and last:
-            choice["logprobs"] = chunks.chat_logprobs(delta.logprobs or (), spec.top_logprobs, spec.as_ids)
+            choice["logprobs"] = chunks.chat_logprobs(self._held.release(delta.index), spec.top_logprobs, spec.as_ids)
         choice["finish_reason"] = _finish(finish, spec, self._called[delta.index])
         if finish is not None:
             choice["stop_reason"] = delta.stop_reason
