@@ -82,6 +82,10 @@ class VllmScheduler:
         waits = (*self.waiting.members(), *self.deferred.members())
         return _lora_names(self.running.values()), _lora_names(waits)
 
+    def queues(self) -> tuple[Iterable[VllmSequence], ...]:
+        """All live sequences, by where they are."""
+        return self.running.values(), self.waiting.in_order(), self.deferred.in_order()
+
     # Arrivals and departures
 
     def add(self, sequence: VllmSequence, now_ns: int) -> None:
@@ -282,13 +286,17 @@ class VllmScheduler:
                 return
 
     def _defer_for_lora(self, sequence: VllmSequence, now_ns: int) -> bool:
-        lora, slots = sequence.request.lora, self.config.max_loras
-        if lora is None or not slots or lora.lora_id in self._running_loras or len(self._running_loras) < slots:
+        lora = sequence.request.lora
+        if lora is None or self._lora_fits(lora.lora_id):
             return False
         self.waiting.remove(sequence)
         self.log.record(sequence, Event.DEFER, now_ns, {"reason": "lora_slots"})
         self.deferred.add_for_lora(sequence, lora.lora_id)
         return True
+
+    def _lora_fits(self, lora_id: int) -> bool:
+        slots = self.config.max_loras
+        return not slots or lora_id in self._running_loras or len(self._running_loras) < slots
 
     def _try_admit(self, sequence: VllmSequence, step: Step, now_ns: int) -> bool:
         prefix = self._cached_prefix(sequence)
