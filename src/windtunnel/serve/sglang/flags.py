@@ -7,6 +7,7 @@ from windtunnel.core.sglang.profiles import profile
 from windtunnel.serve import flags as common
 from windtunnel.serve.config import ServeConfig, UsageError
 from windtunnel.serve.flags import FLAGS, Flag, FlagTable
+from windtunnel.serve.nixl import library
 from windtunnel.serve.sglang.disagg_flags import DISAGG_FLAGS
 from windtunnel.serve.sglang.engines import sglang_engine_config
 from windtunnel.serve.sglang.foreign_flags import SGLANG_FOREIGN_FLAGS
@@ -140,6 +141,8 @@ def check_sglang(config: ServeConfig) -> None:
         raise UsageError("--dp-size: a P/D worker is one data-parallel rank here; start several with `windtunnel up`")
     if config.disagg.mode == "prefill" and config.disagg.transfer_backend == "fake":
         raise UsageError("--disaggregation-transfer-backend fake is a decode's: a prefill has nobody to send to")
+    if config.disagg.on and config.disagg.transfer_backend == "nixl" and not library.installed():
+        raise UsageError(f"--disaggregation-transfer-backend nixl {library.MISSING}")
     try:
         sglang_engine_config(config)
     except ValueError as error:

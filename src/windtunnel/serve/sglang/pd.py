@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import uuid
 from collections.abc import Callable, Generator
 from random import Random
 from typing import Any
@@ -17,11 +18,15 @@ from windtunnel.core.sglang.disagg.prefill import PrefillWorker
 from windtunnel.core.sglang.policy import Chance
 from windtunnel.core.transfer.backends import OK, Fate, SimBackend, TransferBackend, Write
 from windtunnel.serve.driver import EngineDriver
+from windtunnel.serve.nixl.agent import KvAgent, Move
+from windtunnel.serve.nixl.backend import RealBytesBackend
+from windtunnel.serve.nixl.memory import BlockMemory
 from windtunnel.serve.sglang.bootstrap import Bootstrap, build
 from windtunnel.serve.sglang.settings import HEARTBEAT_LEAST_NS, DisaggSettings, core_config
 from windtunnel.serve.sglang.sockets import RankSockets
 from windtunnel.serve.sglang.transport import DecodeTransport, PrefillTransport, TransportConfig
 from windtunnel.wire.sglang.bootstrap import RouteRegistration
+from windtunnel.wire.sglang.frames import encode
 
 log = logging.getLogger("windtunnel.serve")
 
@@ -57,18 +62,30 @@ class Disaggregation:
         self.disagg: DisaggConfig = change_config(core_config(settings, self.sockets.endpoints, 0, time_scale))
         self._page_size = engine.page_size
         self._fates = Random(seed)
+        self.kv_agents = self._make_agents(engine, tp_size) if settings.transfer_backend == "nixl" else []
         self.bootstrap: Bootstrap | None = None
         self.bootstrap_port = settings.bootstrap_port
         self._server: _Quiet | None = None
         self._serving: asyncio.Task[None] | None = None
         self.worker: PrefillWorker | DecodeWorker
         if settings.mode == "prefill":
-            self.worker = PrefillWorker(engine, self.disagg, pacing, chance, lambda _: change_backend(self._backend()))
+            self.worker = PrefillWorker(
+                engine, self.disagg, pacing, chance, lambda rank: self._with_bytes(rank, change_backend(self._backend()))
+            )
         else:
             self.worker = DecodeWorker(engine, self.disagg, pacing, chance)
         self.transport: PrefillTransport | DecodeTransport
 
-    def _backend(self) -> TransferBackend:
+    def _make_agents(self, engine: SglangEngineConfig, ranks: int) -> list[KvAgent]:
+        """With memory for each page. A prefill only writes: one block is enough for it."""
+        pages = engine.max_total_num_tokens // engine.page_size if self.settings.mode == "decode" else 1
+        memories = [BlockMemory(pages, self.settings.block_bytes) for _ in range(ranks)]
+        return [KvAgent(uuid.uuid4().hex, memory) for memory in memories]
+
+    def _with_bytes(self, rank: int, backend: Any) -> TransferBackend:
+        return RealBytesBackend(backend, self.kv_agents[rank], _page_move) if self.kv_agents else backend
+
+    def _backend(self) -> SimBackend:
         settings, scale = self.settings, self.time_scale
         return SimBackend(
             bandwidth_gb_s=settings.bandwidth_gb_s * scale,
@@ -96,9 +113,9 @@ class Disaggregation:
             heartbeat_interval_ns=max(HEARTBEAT_LEAST_NS, settings.heartbeat_interval_ns),
         )
         if isinstance(self.worker, PrefillWorker):
-            self.transport = PrefillTransport(self.worker, self.sockets, config, driver.wake)
+            self.transport = PrefillTransport(self.worker, self.sockets, config, driver.wake, self.kv_agents)
         else:
-            self.transport = DecodeTransport(self.worker, self.sockets, config, driver.wake)
+            self.transport = DecodeTransport(self.worker, self.sockets, config, driver.wake, self.kv_agents)
         self._driver = driver
 
     async def start(self, http_port: int | None = None) -> None:
@@ -115,6 +132,8 @@ class Disaggregation:
     async def close(self) -> None:
         self._driver.after_turn = _nothing
         await self.transport.close()
+        for agent in self.kv_agents:
+            agent.close()
         if self._server is not None and self._serving is not None:
             self._server.should_exit = self._server.force_exit = True
             await self._serving
@@ -171,6 +190,8 @@ class Disaggregation:
         }
         if isinstance(worker, PrefillWorker):
             seen["transfer_workers"] = [self._workers(rank) for rank in range(self.disagg.tp_size)]
+        if self.kv_agents:
+            seen["real_bytes"] = [agent.counters() for agent in self.kv_agents]
         return seen
 
     def _workers(self, rank: int) -> list[dict[str, Any]]:
@@ -179,6 +200,12 @@ class Disaggregation:
             {"room": one.chunk.room if one.chunk else None, "action": one.action.value, "queued": len(one.queue)}
             for one in self.worker.ranks[rank].workers
         ]
+
+
+def _page_move(handle: int, agent: str, write: Write) -> Move:
+    """A room's pages are its own for as long as their stamp is. All prefill ranks write the same bytes into a page."""
+    chunk = write.chunk
+    return Move(handle, agent, "WRITE", f"{chunk.room}:{chunk.stamp}", (), chunk.pages, tuple(encode(chunk)))
 
 
 def _nothing() -> None:
