@@ -247,7 +247,7 @@ class Jobs:
                     report_cached_blocks=_reports_cached_blocks(generation),
                     deferred_until_ns=arrival_ns + delay_ns if delay_ns else 0,
                     kv_transfer=generation.kv_transfer,
-                    bootstrap=generation.bootstrap[prompt_index] if generation.bootstrap else None,
+                    bootstrap=generation.bootstrap[prompt_index * sampling.n + child] if generation.bootstrap else None,
                     extra_key=generation.extra_key,
                     routing_key=generation.routing_key,
                     tags={"external_id": external, "family": generation.family, "stream": str(generation.stream).lower()},
