@@ -11,14 +11,13 @@ from typing import Any
 import httpx
 from tests.compat.modes import Mode
 from tests.compat.shapes import CHAT, GENERATE, OF, SAME, SHAPES, Same, Shape, frames
-from tests.compat.site import FREE_S, MODEL, Probe, Site, Worker
+from tests.compat.site import FREE_S, Probe, Site
 from tests.serve.live import RawClient, request_bytes
 
 WORKS = "works"
 LONG = {"max_tokens": 20_000, "ignore_eos": True}
 _TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 HEADERS = {"Authorization": "Bearer wt-key", "X-Request-ID": "wt-id-1", "traceparent": _TRACE, "x-session-id": "wt-session"}
-GONE_FOR_EVER = "1h"
 
 
 @dataclass(frozen=True)
@@ -26,6 +25,10 @@ class Case:
     row: str
     probe: Probe
     where: Callable[[Mode], bool] = lambda mode: True
+    last: bool = False
+    """A worker is lost by it."""
+    thorough: bool = False
+    """Tried by `make compat` only, for the time it takes."""
 
 
 def _chat(**more: Any) -> dict[str, Any]:
@@ -189,14 +192,15 @@ async def leaving(site: Site, *, stream: bool) -> str:
 
 
 async def leaving_before_the_first_token(site: Site, *, stream: bool) -> str:
-    """Every worker is at the prompt for an hour."""
+    """Every worker is at the prompt for 3 s."""
     for worker in site.workers:
-        worker.told(ttft=GONE_FOR_EVER, pacing="request")
+        worker.told(ttft="60s")
     try:
         client = await RawClient.connect(site.port)
         client.send(request_bytes(CHAT, _chat(**LONG, stream=stream)))
-        assert await site.until(lambda: any(worker.live.states() for worker in site.workers))
-        return await _left(site, client)
+        assert await site.until(lambda: all(worker.live.states() or not site.mode.pd for worker in site.workers))
+        assert await site.until(lambda: bool(site.busy()))
+        return await (_closed if site.mode.pd else _left)(site, client)
     finally:
         for worker in site.workers:
             worker.live.server.jobs.abort_all()
@@ -208,6 +212,18 @@ async def _left(site: Site, client: RawClient) -> str:
     if await site.until(lambda: not site.busy(), FREE_S):
         return "freed"
     return f"{' and '.join(sorted(set(site.busy())))} runs on"
+
+
+async def _closed(site: Site, client: RawClient) -> str:
+    """A forward pass cannot be stopped, so this looks at the connections of both legs."""
+    client.leave("fin")
+
+    def kept() -> list[str]:
+        return [worker.role for worker in site.workers if worker.connected()]
+
+    if await site.until(lambda: not kept(), FREE_S):
+        return "both legs closed"
+    return f"{' and '.join(kept())} kept open"
 
 
 # Balance
@@ -252,15 +268,18 @@ _LONG_PROMPT = [{"role": "user", "content": "word " * 40_000}]
 
 
 def _failures() -> Iterable[Case]:
+    def case(row: str, where: Callable[[Mode], bool], **told: Any) -> Case:
+        return Case(row, partial(failing, **told), where, thorough=told["status"] != 429 or where is _pd)
+
     for status in (429, 500, 503):
-        yield Case(f"one of two workers answers {status}", partial(failing, status=status, workers=FIRST, requests=4), _regular)
+        yield case(f"one of two workers answers {status}", _regular, status=status, workers=FIRST, requests=4)
     for status in (429, 500, 503):
-        yield Case(f"all workers answer {status}", partial(failing, status=status, workers=ALL), _regular)
-    yield Case("all workers answer 429, streamed", partial(failing, status=429, workers=ALL, stream=True), _regular)
+        yield case(f"all workers answer {status}", _regular, status=status, workers=ALL)
+    yield case("all workers answer 429, streamed", _regular, status=429, workers=ALL, stream=True)
     for role, which in (("prefill", FIRST), ("decode", SECOND)):
         for status in (429, 503):
-            yield Case(f"the {role} answers {status}", partial(failing, status=status, workers=which), _pd)
-    yield Case("the decode answers 429, streamed", partial(failing, status=429, workers=SECOND, stream=True), _pd)
+            yield case(f"the {role} answers {status}", _pd, status=status, workers=which)
+    yield case("the decode answers 429, streamed", _pd, status=429, workers=SECOND, stream=True)
 
 
 CASES: tuple[Case, ...] = (
@@ -289,11 +308,10 @@ CASES: tuple[Case, ...] = (
         Case(
             f"the client leaves before the first token, {'streamed' if stream else 'whole'}",
             partial(leaving_before_the_first_token, stream=stream),
+            lambda mode: not (mode.grpc and mode.pd),
         )
         for stream in (True, False)
     ),
     Case("a worker's connection breaks in a stream", cut, _http),
-    Case("a worker's process has gone", dead, _both(_http, _regular)),
+    Case("a worker's process has gone", dead, _both(_http, _regular), last=True),
 )
-
-__all__ = ["CASES", "FIRST", "MODEL", "SECOND", "WORKS", "Case", "Worker", "leaving"]

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from tests.compat.site import MODEL
@@ -99,7 +99,6 @@ class Same:
     path: str
     more: dict[str, Any]
     pick: Callable[[Any], Any]
-    stream: bool = field(default=False)
 
 
 def _choices(*members: str) -> Callable[[Any], Any]:
@@ -132,6 +131,7 @@ def _usage(answer: Any) -> Any:
 
 _SCHEMA = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"], "additionalProperties": False}
 SAME = (
+    Same("300 tokens", CHAT, {"max_tokens": 300}, _choices("message", "content")),
     Same("stop string", CHAT, {"stop": ["e"], "max_tokens": 40}, _choices("message", "content")),
     Same("`n` = 2", CHAT, {"n": 2}, _choices("message", "content")),
     Same("two prompts in one completion", COMPLETIONS, {"prompt": [PROMPT, "[wt:9] b"]}, _choices("text")),

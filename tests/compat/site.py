@@ -14,10 +14,11 @@ from tests.serve.live import LiveServer, serving
 
 from windtunnel.serve import failures, grpc_front
 from windtunnel.serve.flags import parse_args
+from windtunnel.serve.http11 import LINE, ClientLine
 
 START_S = 60
 ANSWER_S = 30
-FREE_S = 3.0
+FREE_S = 1.5
 """A worker that still works for a client that left so long ago is not freed by its leaving."""
 POLL_S = 0.005
 MODEL = "wt-model"
@@ -50,6 +51,9 @@ class Worker:
     asked: int = 0
     """Generating requests that reached it, over HTTP or gRPC."""
     heard: list[Heard] = field(default_factory=list)
+    lines: list[ClientLine] = field(default_factory=list)
+    visited: bool = False
+    """Anything has reached it over HTTP, such as a look at its health."""
 
     @property
     def url(self) -> str:
@@ -67,6 +71,10 @@ class Worker:
         held = sum(outstanding.values()) - stray
         return not any((self.live.states(), len(self.live.server.jobs), held))
 
+    def connected(self) -> bool:
+        """Somebody waits for an answer over HTTP."""
+        return any(not line.gone and not line.answered for line in self.lines)
+
     def told(self, **settings: Any) -> None:
         """Change live settings, such as `ttft`."""
         self.live.server.reconfigure(settings)
@@ -74,6 +82,7 @@ class Worker:
     def forget(self) -> None:
         self.failing = self.asked = 0
         self.heard.clear()
+        self.lines.clear()
 
     def watch(self) -> None:
         """Count, record and refuse from here on."""
@@ -88,6 +97,9 @@ class Worker:
 
         async def recording(scope: Any, receive: Any, send: Any) -> None:
             data = bytearray()
+            self.visited = True
+            if scope["path"] in GENERATING:
+                self.lines.append(scope[LINE])
 
             async def tapped() -> Any:
                 message = await receive()
@@ -119,6 +131,8 @@ class Site:
 
     mode: Mode
     url: str
+    metrics_url: str
+    """Of the router."""
     workers: Sequence[Worker]
     reference: LiveServer
     client: httpx.AsyncClient
@@ -157,6 +171,7 @@ class Site:
         assert await self.until(lambda: not self.busy()), f"not empty: {self.busy()}"
         for worker in self.workers:
             worker.forget()
+            worker.live.server.engine.check_integrity()
 
 
 @contextlib.asynccontextmanager
@@ -166,9 +181,10 @@ async def site(mode: Mode, program: str) -> AsyncIterator[Site]:
         workers = [await stack.enter_async_context(_worker(mode, role)) for role in mode.roles]
         reference = await stack.enter_async_context(serving(parse_args(mode.serve_flags("worker", free_port(), 0)).config))
         client = await stack.enter_async_context(httpx.AsyncClient(trust_env=False, timeout=ANSWER_S))
-        port = free_port()
-        await stack.enter_async_context(_running([program, *_words(mode, workers, port)]))
-        made = Site(mode, f"http://127.0.0.1:{port}", workers, reference, client)
+        port, metrics_port = free_port(), free_port()
+        await stack.enter_async_context(_running([program, *_words(mode, workers, port, metrics_port)]))
+        urls = [f"http://127.0.0.1:{one}" for one in (port, metrics_port)]
+        made = Site(mode, urls[0], f"{urls[1]}/metrics", workers, reference, client)
         async with asyncio.timeout(START_S):
             await _ready(made)
         yield made
@@ -188,8 +204,8 @@ async def _worker(mode: Mode, role: str) -> AsyncIterator[Worker]:
                 await front.stop(0)
 
 
-def _words(mode: Mode, workers: Sequence[Worker], port: int) -> list[str]:
-    places: dict[str, Any] = {"port": port, "metrics_port": free_port()}
+def _words(mode: Mode, workers: Sequence[Worker], port: int, metrics_port: int) -> list[str]:
+    places: dict[str, Any] = {"port": port, "metrics_port": metrics_port}
     for number, worker in enumerate(workers):
         places |= {f"url{number}": worker.url, f"bootstrap{number}": worker.bootstrap_port}
         for source in worker.live.server.kv_event_sources.values():
@@ -211,7 +227,7 @@ async def _running(command: Sequence[str]) -> AsyncIterator[None]:
 
 
 async def _ready(made: Site) -> None:
-    """Until it is healthy and a request has reached every worker."""
+    """Until it answers and has been at every worker."""
     joined = made.mode.join is None
     while True:
         with contextlib.suppress(httpx.TransportError):
@@ -219,8 +235,9 @@ async def _ready(made: Site) -> None:
                 await _join(made)
                 joined = True
             chat = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
-            await made.post("/v1/chat/completions", chat)
-            if joined and all(worker.asked for worker in made.workers):
+            answer = await made.post("/v1/chat/completions", chat)
+            seen = all(worker.asked if made.mode.balanced else worker.visited or made.mode.grpc for worker in made.workers)
+            if joined and seen and answer.status_code == 200:
                 return await made.settle()
         await asyncio.sleep(0.05)
 
