@@ -305,14 +305,25 @@ def _retry_storm_amplified(result: StormResult) -> Iterator[str]:
 
 
 def _hidden_cleanup(result: StormResult) -> Iterator[str]:
-    """A queue that stood long above its baseline and then drained at once: something gives up after a time of its own."""
+    """A queue that stood long above its baseline and then drained at once: something gives up after a time of its own.
+
+    After the deadline for quiet it was the probe that brought it back.
+    """
     for queue in queues_of(result):
-        if clean_up(queue, CLEANUP_AFTER_S):
+        if clean_up(queue, CLEANUP_AFTER_S) and not _after_deadline(result, queue.drained_at_s):
             stays = f", {queue.baseline:g} that was there before stays" if queue.baseline else ""
             yield (
                 f"{queue.key} stood {queue.held or queue.peak - queue.baseline:g} above its baseline after the storm and came"
                 f" back by itself {queue.drained_at_s:.0f} s after the last client had left{stays}"
             )
+
+
+def _after_deadline(result: StormResult, since_leaving_s: float | None) -> bool:
+    """`since_leaving_s` is in the target's time."""
+    if result.at_deadline is None or since_leaving_s is None:
+        return False
+    quiet_s = (result.at_deadline.at_ns - last_leave_ns(result)) / 1e9 * result.plan.time_scale
+    return since_leaving_s > quiet_s
 
 
 KINDS: tuple[FindingKind, ...] = (
