@@ -17,7 +17,9 @@ from tests.compat.run import NOT_HERE, Found, run_peer
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.compat", description=__doc__)
-    parser.add_argument("--peer", action="append", choices=[peer.name for peer in PEERS], help="only this one (may be repeated)")
+    parser.add_argument(
+        "--peer", action="append", choices=[peer.name for peer in PEERS], help="only this one (may be repeated)"
+    )
     parser.add_argument("--write", action="store_true", help="write the pages instead of comparing")
     options = parser.parse_args(arguments)
     wanted = [peer for peer in PEERS if not options.peer or peer.name in options.peer]

@@ -9,9 +9,10 @@ from functools import partial
 from typing import Any
 
 import httpx
+
 from tests.compat.modes import Mode
 from tests.compat.shapes import CHAT, GENERATE, OF, SAME, SHAPES, Same, Shape, frames
-from tests.compat.site import FREE_S, Probe, Site
+from tests.compat.site import FREE_S, MODEL, Probe, Site
 from tests.serve.live import RawClient, request_bytes
 
 WORKS = "works"
@@ -65,6 +66,13 @@ async def same(site: Site, one: Same) -> str:
 
 def _parsed(answer: httpx.Response) -> Any:
     return frames(answer.text) if answer.text.startswith("data:") else json.loads(answer.text)
+
+
+async def listed(site: Site) -> str:
+    """The names in `/v1/models`."""
+    answer = await site.client.get(f"{site.url}/v1/models")
+    names = sorted({one["id"] for one in answer.json()["data"]}) if answer.status_code == 200 else []
+    return WORKS if names == [MODEL] else ", ".join(f"`{name}`" for name in names) or f"no: {answer.status_code}"
 
 
 # What reaches the worker
@@ -288,6 +296,7 @@ CASES: tuple[Case, ...] = (
         for shape in SHAPES
         for stream in (False, True)
     ),
+    Case("`/v1/models`", listed),
     *(Case(one.row, partial(same, one=one)) for one in SAME),
     Case("four requests at two workers", turns, _regular),
     Case("`max_tokens` arrives as", renamed, _http),

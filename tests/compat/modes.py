@@ -40,7 +40,10 @@ class Mode:
     def shown_flags(self, role: str, port: int, bootstrap_port: int, events_port: int = 0) -> list[str]:
         """Those of them that the mode needs. Events of port 0 are published on a free one."""
         words = f"--engine {self.engine} --port {port} {_ROLES[self.engine, role]}"
-        return [*words.replace("BOOTSTRAP", str(bootstrap_port)).split(), *(flag.replace("EVENTS_PORT", str(events_port)) for flag in self.flags)]
+        return [
+            *words.replace("BOOTSTRAP", str(bootstrap_port)).split(),
+            *(flag.replace("EVENTS_PORT", str(events_port)) for flag in self.flags),
+        ]
 
 
 _ROLES = {

@@ -21,7 +21,13 @@ PEER = Peer(
     (
         Setup(
             "`--dp-aware`, a worker with two ranks",
-            Mode("ranks", "sglang", f"{_HEAD} --dp-aware --policy round_robin --worker-urls {{url0}}", ("worker",), flags=("--dp-size", "2")),
+            Mode(
+                "ranks",
+                "sglang",
+                f"{_HEAD} --dp-aware --policy round_robin --worker-urls {{url0}}",
+                ("worker",),
+                flags=("--dp-size", "2"),
+            ),
             ranks,
         ),
         Setup(

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+
 from tests.compat.modes import Mode
 from tests.serve.live import LiveServer, serving
-
 from windtunnel.serve import failures, grpc_front
 from windtunnel.serve.flags import parse_args
 from windtunnel.serve.http11 import LINE, ClientLine
@@ -65,7 +65,7 @@ class Worker:
         return [one for one in self.heard if isinstance(one.body, dict) and one.path in GENERATING]
 
     def empty(self) -> bool:
-        """Nothing runs, waits, or is held. A prefill keeps the room of a decode leg whose prefill leg it refused (docs/pd.md)."""
+        """Nothing runs, waits, or is held. A prefill keeps the room of a leg that it refused."""
         outstanding = getattr(self.live.server.engine, "outstanding", dict)()
         stray = outstanding.pop("stray_rooms", 0)
         held = sum(outstanding.values()) - stray

@@ -1,7 +1,7 @@
 """`python -m tests.compat.storms`: the lab between clients and each router, workers and router as processes.
 
-Every mode of every peer is stormed four times: streams left at their third token, whole answers left, both left while the worker
-is at the prompt. Each line names the findings; a document of each storm is written to `--out`.
+Every mode of every peer is stormed four times: streams left at their third token, whole answers left, both before the worker has
+a token. Each line names the findings; a document of each storm is written to `--out`.
 """
 
 import argparse
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+
 from tests.compat import peers
 from tests.compat.all import PEERS
 from tests.compat.modes import Mode
@@ -100,7 +101,6 @@ async def storm(router: str, workers: Sequence[str], words: str) -> dict[str, An
 
 
 async def run(wanted: Sequence[str], out: Path) -> None:
-    out.mkdir(parents=True, exist_ok=True)
     for peer in PEERS:
         program = peers.find(peer.program)
         if program is None or (wanted and peer.name not in wanted):
@@ -123,6 +123,7 @@ def main() -> None:
     parser.add_argument("--peer", action="append", default=[])
     parser.add_argument("--out", type=Path, default=Path("out/router-storms"))
     options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
     asyncio.run(run(options.peer, options.out))
 
 

@@ -28,7 +28,9 @@ PEER = Peer(
         Mode("vLLM P/D, nixl", "vllm", _PAIR, _LEGS, not_run=NO_VLLM_PD),
     ),
     (
-        Setup("`--policy kv_aware`: 6 of 6 to the worker that holds the prompt, then to the other", KV_AWARE, follows_the_cache),
+        Setup(
+            "`--policy kv_aware`: 6 of 6 to the worker that holds the prompt, then to the other", KV_AWARE, follows_the_cache
+        ),
         Setup(
             "`--intra-node-data-parallel-size 2`, a worker with two ranks",
             Mode(

@@ -18,7 +18,11 @@ MUST_FREE = ("the client leaves a stream", "the client leaves before its whole a
 async def test_a_mode_is_as_its_page_says(peer: Peer, mode: Mode) -> None:
     found = await run_mode(mode, peers.program(peer.program), QUICK)
     told = page.cells(peer)
-    wrong = {row: (cell, told.get((row, name))) for (row, name), cell in found.items() if cell not in (told.get((row, name)), NOT_HERE)}
+    wrong = {
+        row: (cell, told.get((row, name)))
+        for (row, name), cell in found.items()
+        if cell not in (told.get((row, name)), NOT_HERE)
+    }
     assert not wrong, f"found, and what docs/compat/{peer.name}.md says: {wrong}"
 
 

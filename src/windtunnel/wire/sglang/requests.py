@@ -120,7 +120,7 @@ def _bootstrap(request: RoutingFields, count: int, n: int) -> tuple[Bootstrap, .
         return None
     room = request.bootstrap_room
     if isinstance(room, list):
-        rooms = _spread("bootstrap_room", room, count, n)
+        rooms: list[int] = _spread("bootstrap_room", room, count, n)
         rooms = rooms if len(room) == count * n else [one + index % n for index, one in enumerate(rooms)]
     else:
         rooms = [room + index for index in range(count * n)]
