@@ -145,7 +145,7 @@ async def failing(site: Site, status: int, workers: slice, *, stream: bool = Fal
         worker.failing = status
     answers = [await site.post(CHAT, _chat(stream=stream)) for _ in range(requests)]
     told = sorted({answer.status_code for answer in answers})
-    attempts = max(worker.asked for worker in site.workers) if site.mode.pd else sum(worker.asked for worker in site.workers)
+    attempts = sum(worker.asked for worker in site.workers[workers])
     if told == [200]:
         return "200" if any(worker.asked for worker in site.workers[workers]) else "200, never asked"
     return f"{', '.join(map(str, told))} after {attempts} attempt{'s' if attempts > 1 else ''}"

@@ -61,8 +61,8 @@ _TRIED_BY_ENGINE = {
     ("vllm", "prefill"): _SMALL,
     ("vllm", "decode"): _SMALL,
     ("sglang", "worker"): ("--context-length", "32768"),
-    ("sglang", "prefill"): ("--context-length", "32768", "--disaggregation-bootstrap-timeout", "10"),
-    ("sglang", "decode"): ("--context-length", "32768", "--disaggregation-waiting-timeout", "10"),
+    ("sglang", "prefill"): ("--context-length", "32768", "--disaggregation-bootstrap-timeout", "20"),
+    ("sglang", "decode"): ("--context-length", "32768", "--disaggregation-waiting-timeout", "20"),
 }
 """A small context, and short waits for a leg that never comes."""
 
