@@ -1,7 +1,7 @@
 """`python -m tests.compat.storms`: the lab between clients and each router, workers and router as processes.
 
-Every mode of every peer is stormed four times: streams left at their third token, whole answers left, both before the worker has
-a token. Each line names the findings; a document of each storm is written to `--out`.
+Every mode of every peer is stormed four times: streams left at their third token, whole answers left, and both left before
+there is a token. Each line names the findings; a document of each storm is written to `--out`.
 """
 
 import argparse
