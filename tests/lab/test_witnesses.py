@@ -135,7 +135,7 @@ def test_lags_are_cut_to_the_time_in_question() -> None:
 def test_time_outs_that_the_lab_slept_through_are_not_judged() -> None:
     hung = stream(Role.LATER, End.TIMEOUT, 2 * S, 5 * S)
     assert [one.name for one in find(storm([], hung))] == ["wedged"]
-    slept = storm([], hung, lags=(Lag(3 * S, 1_600 * MS),))
+    slept = storm([], hung, lags=(Lag(2_500 * MS, 2_400 * MS),))
     assert find(slept) == ()
     assert any("not judged" in line for line in doubts(slept))
 
