@@ -11,7 +11,7 @@ from windtunnel.lab.latency import Pair, pairs_of
 from windtunnel.lab.outlived import freed_after_ns, outlived
 from windtunnel.lab.plan import Api, Role, StormPlan
 from windtunnel.lab.pulse import Lag, lag_ns, starved
-from windtunnel.lab.record import Ask, End, Sample, StormResult, StreamRecord
+from windtunnel.lab.record import Ask, BystanderRecord, End, Sample, StormResult, StreamRecord
 from windtunnel.lab.sampler import is_quiet
 
 EVERY = 20 * MS
@@ -138,6 +138,12 @@ def test_time_outs_that_the_lab_slept_through_are_not_judged() -> None:
     slept = storm([], hung, lags=(Lag(2_500 * MS, 2_400 * MS),))
     assert find(slept) == ()
     assert any("not judged" in line for line in doubts(slept))
+    asked = BystanderRecord("completion", 2 * S, 5 * S, 200, None, "no end within 3 s", hung.ask.tag)
+    assert [one.name for one in find(storm([], hung, bystanders=(asked,)))] == ["wedged"]
+    assert find(replace(slept, bystanders=(asked,))) == ()
+    fetched = replace(asked, kind="metrics", tag=None)
+    assert [one.name for one in find(storm([], bystanders=(fetched,)))] == ["bystander_error"]
+    assert find(storm([], bystanders=(fetched,), lags=slept.lags)) == ()
 
 
 def test_a_slow_stream_is_not_cut() -> None:
