@@ -250,6 +250,7 @@ def make_env(config: ServeConfig, tokenizer: Tokenizer, new_id: Callable[[], str
         "enable_force_include_usage",
         "return_tokens_as_token_ids",
         "trust_request_chat_template",
+        "media_tokens",
         "enable_scale_out",
         "embedding_size",
         "num_labels",

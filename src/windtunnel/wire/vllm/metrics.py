@@ -212,7 +212,7 @@ class RequestTimings:
     first_token_ns: int | None = None
     last_token_ns: int = 0
     cached_tokens: int = 0
-    host_tokens: int = 0
+    external_tokens: int = 0
     """Of the cached ones."""
     generated: int = 0
     preemptions: int = 0
@@ -225,7 +225,8 @@ class RequestTimings:
                 self.queued_ns = transition.at_ns
             case Event.SCHEDULE if self.scheduled_ns is None:
                 self.scheduled_ns = transition.at_ns
-                self.host_tokens = int((transition.detail or {}).get("host_tokens", 0))
+                detail = transition.detail or {}
+                self.external_tokens = int(detail.get("host_tokens", 0)) + int(detail.get("disk_tokens", 0))
             case Event.PREEMPT:
                 self.preemptions += 1
                 self.unreported_preemptions += 1
@@ -391,7 +392,8 @@ class VllmMetrics:
         value["prefix_cache_hits"].value += stats.prefix_hits
         value["external_prefix_cache_queries"].value += stats.external_queries
         value["external_prefix_cache_hits"].value += stats.external_hits
-        enum["prompt_tokens_cached_by_source", "host"].value += stats.external_hits
+        enum["prompt_tokens_cached_by_source", "host"].value += stats.external_hits - stats.disk_hits
+        enum["prompt_tokens_cached_by_source", "disk"].value += stats.disk_hits
         enum["prompt_tokens_cached_by_source", "device"].value += stats.prefix_hits
         if self._lora is not None:
             adapters = ",".join(stats.waiting_loras), ",".join(stats.running_loras)
@@ -435,8 +437,8 @@ class VllmMetrics:
         engine.value["prompt_tokens"].value += timings.prompt_tokens
         engine.value["prompt_tokens_cached"].value += output.cached_tokens
         engine.enum["prompt_tokens_by_source", "local_compute"].value += computed
-        engine.enum["prompt_tokens_by_source", "local_cache_hit"].value += output.cached_tokens - timings.host_tokens
-        engine.enum["prompt_tokens_by_source", "external_kv_transfer"].value += timings.host_tokens
+        engine.enum["prompt_tokens_by_source", "local_cache_hit"].value += output.cached_tokens - timings.external_tokens
+        engine.enum["prompt_tokens_by_source", "external_kv_transfer"].value += timings.external_tokens
         return computed
 
     def on_finished(self, request_id: str, reason: FinishReason, now_ns: int) -> None:
