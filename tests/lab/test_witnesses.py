@@ -11,7 +11,7 @@ from windtunnel.lab.latency import Pair, pairs_of
 from windtunnel.lab.outlived import freed_after_ns, outlived
 from windtunnel.lab.plan import Api, Role, StormPlan
 from windtunnel.lab.pulse import Lag, lag_ns, starved
-from windtunnel.lab.record import Ask, BystanderRecord, End, Sample, StormResult, StreamRecord
+from windtunnel.lab.record import Ask, BystanderRecord, End, Lag, Phase, Sample, StormResult, StreamRecord
 from windtunnel.lab.sampler import is_quiet
 
 EVERY = 20 * MS
@@ -113,6 +113,15 @@ def test_what_ran_to_its_end_was_not_cancelled() -> None:
     counted = replace(samples[-1], counters={"request_success{length}": 1.0, "generation_tokens": 100.0})
     result = storm(samples, settled=counted)
     assert [one.name for one in find(result)] == ["zombie_tokens"]
+
+
+def test_the_direct_check_is_not_work_for_nobody() -> None:
+    idle = [sample(GONE + at * EVERY, 0) for at in range(1, 60)]
+    checked = [sample(GONE + at * EVERY, 1, made=20.0) for at in range(60, 64)]
+    start_ns = GONE + 59 * EVERY + 1
+    assert [one.name for one in find(storm([*idle, *checked]))] == ["zombie_tokens"]
+    in_flight = [*idle[:-1], replace(idle[-1], counters={"generation_tokens": 3.0})]
+    assert find(storm([*in_flight, *checked], phases=(Phase("direct", start_ns, start_ns + S),))) == ()
 
 
 def test_a_gauge_that_cannot_be_read_is_not_zero() -> None:
