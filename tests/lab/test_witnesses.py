@@ -10,7 +10,7 @@ from windtunnel.lab.findings import doubts, find
 from windtunnel.lab.latency import Pair, pairs_of
 from windtunnel.lab.outlived import freed_after_ns, outlived
 from windtunnel.lab.plan import Api, Role, StormPlan
-from windtunnel.lab.pulse import Lag, lag_ns, starved
+from windtunnel.lab.pulse import lag_ns, starved
 from windtunnel.lab.record import Ask, BystanderRecord, End, Lag, Phase, Sample, StormResult, StreamRecord
 from windtunnel.lab.sampler import is_quiet
 
