@@ -65,10 +65,16 @@ class Completion:
     def _emit(self, sequence: VllmSequence) -> None:
         config = self._scheduler.config
         output = sequence.next_token(config.eos_token_id)
-        self._outputs.append(output)
-        if output.finish_reason is None:
-            sequence.plan(config.block_size)
+        if output.finish_reason is not None:
+            self._finish(sequence, output)
             return
+        self._outputs.append(output)
+        sequence.plan(config.block_size)
+
+    def _finish(self, sequence: VllmSequence, output: TokenOutput) -> None:
+        """End a running sequence with its last output."""
+        assert output.finish_reason is not None
+        self._outputs.append(output)
         self._scheduler.remove(sequence)
         detail: dict[str, int | str] = {"reason": output.finish_reason.value, "output_tokens": len(sequence.output)}
         self._scheduler.log.record(sequence, Event.FINISH, self._now_ns, detail)

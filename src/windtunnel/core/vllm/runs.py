@@ -17,7 +17,7 @@ from itertools import islice
 from typing import NamedTuple, cast
 
 from windtunnel.core.kv.hashing import BlockHasher, ExtraKeys
-from windtunnel.core.lifecycle import Event, State
+from windtunnel.core.lifecycle import State
 from windtunnel.core.outputs import TokenOutput
 from windtunnel.core.pacing import Pacing
 from windtunnel.core.request import EngineRequest
@@ -384,16 +384,11 @@ class RunCompletion(Completion):
         if sequence.quiet:
             scheduler.doze(run_sequence)
 
-    def _finish(self, sequence: RunSequence, output: TokenOutput) -> None:
+    def _finish(self, sequence: VllmSequence, output: TokenOutput) -> None:
         """The run before the last token, and then the last token as an output of its own."""
-        assert output.finish_reason is not None
         scheduler = cast(RunScheduler, self._scheduler)
-        scheduler.flush(sequence, tokens_behind=len(output.token_ids), steps_behind=1)
-        self._outputs.append(output)
-        scheduler.remove(sequence)
-        detail: dict[str, int | str] = {"reason": output.finish_reason.value, "output_tokens": len(sequence.output)}
-        scheduler.log.record(sequence, Event.FINISH, self._now_ns, detail)
-        self.ended.append(sequence)
+        scheduler.flush(cast(RunSequence, sequence), tokens_behind=len(output.token_ids), steps_behind=1)
+        super()._finish(sequence, output)
 
 
 class QuickHasher(BlockHasher):

@@ -76,6 +76,10 @@ class VllmScheduler:
         waits = (*self.waiting.members(), *self.deferred.members())
         return _lora_names(self.running.values()), _lora_names(waits)
 
+    def queues(self) -> tuple[Iterable[VllmSequence], ...]:
+        """All live sequences, by where they are."""
+        return self.running.values(), self.waiting.in_order(), self.deferred.in_order()
+
     # Arrivals and departures
 
     def add(self, sequence: VllmSequence, now_ns: int) -> None:

@@ -1,0 +1,62 @@
+"""Blocks on their way between two engines, as the engine under whose pool they are sees them."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from windtunnel.core.outputs import EngineError
+from windtunnel.core.vllm.connector.params import Remote
+
+LOAD_FAILED = EngineError("Internal server error", 500, "InternalServerError")
+"""What a client sees of a failed load under the policy `fail` (finish reason `error`)."""
+
+
+class Load:
+    """One request's KV on its way to us. Owned by the connector until it has ended, whatever becomes of the request."""
+
+    __slots__ = ("asked_ns", "blocks", "first", "number", "orphaned", "remote", "request_id", "size_bytes", "tokens")
+
+    def __init__(
+        self, number: int, request_id: str, remote: Remote, blocks: Sequence[int], first: int, tokens: int, size_bytes: int
+    ) -> None:
+        self.number = number
+        self.request_id = request_id
+        self.remote = remote
+        self.blocks = list(blocks)
+        """All of the request, those from the local cache included."""
+        self.first = first
+        """How many of them were there before."""
+        self.tokens = tokens
+        """Tokens that are computed when the load is done."""
+        self.size_bytes = size_bytes
+        self.asked_ns: int | None = None
+        """When the move was asked for; None while a handshake is under way."""
+        self.orphaned = False
+        """The request has gone: the blocks stay until the transfer ends (vLLM #32255)."""
+
+    @property
+    def moving(self) -> tuple[int, ...]:
+        return tuple(self.blocks[self.first :])
+
+
+class Loaded(NamedTuple):
+    """The load has ended well. `foreign`: places in the request's blocks with somebody else's content."""
+
+    load: Load
+    foreign: tuple[int, ...]
+
+
+class LoadFailed(NamedTuple):
+    load: Load
+    reason: str
+    missing: int
+    """The first place in the request's blocks that has not arrived."""
+
+
+class Freed(NamedTuple):
+    """Nobody needs these blocks any more."""
+
+    owner: str
+    blocks: Sequence[int]
+
+
+Outcome = Loaded | LoadFailed | Freed
