@@ -121,7 +121,7 @@ def _switch(value: Any) -> bool:
 
 Member = tuple[str, Callable[[Any], Any]]
 
-_MEMBERS: Mapping[str, Member] = MappingProxyType(
+KV_TRANSFER_MEMBERS: Mapping[str, Member] = MappingProxyType(
     {
         "kv_connector": ("connector", _one_of(CONNECTORS)),
         "kv_role": ("role", _one_of(ROLES)),
@@ -139,7 +139,8 @@ _EXTRA: Mapping[str, Member] = MappingProxyType(
     }
 )
 _MEANINGLESS = frozenset(
-    "kv_buffer_device kv_buffer_size kv_rank kv_parallel_size kv_ip kv_port kv_connector_module_path enable_permute_local_kv".split()
+    """kv_buffer_device kv_buffer_size kv_rank kv_parallel_size kv_ip kv_port kv_connector_module_path
+    enable_permute_local_kv""".split()
 )
 _MEANINGLESS_EXTRA = frozenset(["backends", "backend_params", "num_threads", "use_host_buffer"])
 """Members of vLLM's own that change nothing here."""
@@ -154,7 +155,9 @@ def parse_kv_transfer(value: Any) -> dict[str, Any]:
     for name, needed in (("kv_connector", bool(members)), ("kv_role", "kv_connector" in members)):
         if needed and members.get(name) is None:
             raise ValueError(f"{name} is missing: write {EXAMPLE}")
-    return _read(members, _MEMBERS, _MEANINGLESS | {_EXTRA_NAME}, "") | _read(extra, _EXTRA, _MEANINGLESS_EXTRA, f"{_EXTRA_NAME}.")
+    return _read(members, KV_TRANSFER_MEMBERS, _MEANINGLESS | {_EXTRA_NAME}, "") | _read(
+        extra, _EXTRA, _MEANINGLESS_EXTRA, f"{_EXTRA_NAME}."
+    )
 
 
 def _read(members: Mapping[str, Any], known: Mapping[str, Member], ignored: frozenset[str], where: str) -> dict[str, Any]:

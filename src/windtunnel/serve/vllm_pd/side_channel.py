@@ -1,4 +1,4 @@
-"""The side channel of one engine: a ZMQ ROUTER that answers handshakes, and the question to somebody else's (reference §7.2)."""
+"""The side channel of one engine: a ZMQ ROUTER that answers handshakes, and the question to others' (vLLM reference §7.2)."""
 
 import asyncio
 import logging
@@ -45,7 +45,9 @@ class SideChannel:
         except zmq.ZMQError as error:
             self._socket.close()
             raise OSError(f"{host}:{port} cannot be bound: {error.strerror}") from None
-        self.port = int(self._socket.getsockopt(zmq.LAST_ENDPOINT).rpartition(b":")[2].rstrip(b"\0"))
+        bound = self._socket.getsockopt(zmq.LAST_ENDPOINT)
+        assert isinstance(bound, bytes)
+        self.port = int(bound.rpartition(b":")[2].rstrip(b"\0"))
 
     async def serve(self, answer: Callable[[], Handshake], endpoint: str) -> None:
         """Answer until cancelled. `endpoint` is where the data plane listens."""

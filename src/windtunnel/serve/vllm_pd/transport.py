@@ -1,8 +1,8 @@
 """Carries out what a vLLM engine with a KV connector asks: handshakes, moves of blocks, notifications.
 
-The engine is sans-IO. After every input the transport wakes its driver; after every turn of the driver `pump` takes what the engine
-asks. Moves are timed by a `BlockMover` on this side. When a read lands, the side that was read is asked what of it was still the
-request's: in vLLM nobody asks, and whatever lies there is read.
+The engine is sans-IO. After every input the transport wakes its driver; after every turn of the driver `pump` takes what the
+engine asks. Moves are timed by a `BlockMover` on this side. When a read lands, the side that was read is asked what of it was
+still the request's: in vLLM nobody asks, and whatever lies there is read.
 """
 
 import asyncio
@@ -13,6 +13,8 @@ from typing import Any
 
 import zmq.asyncio
 
+from windtunnel.core.transfer.backends import SimBackend
+from windtunnel.core.vllm.connector.engine import ConnectorEngine
 from windtunnel.core.vllm.connector.mover import BlockMover
 from windtunnel.core.vllm.connector.seam import (
     Arrived,
@@ -20,11 +22,11 @@ from windtunnel.core.vllm.connector.seam import (
     AskHandshake,
     HandshakeDone,
     HandshakeFailed,
-    KvEngine,
     MoveDone,
     MoveFailed,
     Notify,
     NotifyFailed,
+    Peer,
     Report,
     StartRead,
     StartWrite,
@@ -68,18 +70,19 @@ class NixlTransport:
 
     def __init__(
         self,
-        engine: KvEngine,
+        engine: ConnectorEngine,
         channel: SideChannel,
         sockets: RankSockets,
-        mover: BlockMover,
+        backend: SimBackend,
         wake: Callable[[], None],
         time_scale: float = 1.0,
     ) -> None:
         self.malformed = 0
         """Messages of the data plane that could not be read."""
-        self.mover = mover
         self.channel = channel
         self._engine = engine
+        self._backend = backend
+        self._mover = BlockMover(backend)
         self._sockets = sockets
         self._wake = wake
         self._scale = time_scale
@@ -87,6 +90,8 @@ class NixlTransport:
         self._handshakes = 0
         self._endpoints: dict[str, str] = {}
         """Engine id → its data plane."""
+        self._addresses: dict[str, set[str]] = {}
+        """Data plane → the side channels that named it: how the mover's backend knows a peer."""
         self._moves: dict[int, StartRead | StartWrite] = {}
         self._landed: dict[int, _Landed] = {}
         self._loop = asyncio.get_running_loop()
@@ -132,7 +137,9 @@ class NixlTransport:
     # What the engine asks
 
     def pump(self) -> None:
-        """Carry out what the engine asks. It may ask more because of a report, so until there is nothing."""
+        """Carry out what the engine asks, and say what it has to say."""
+        for line in self._engine.take_warnings():
+            log.warning("%s", line)
         for ask in self._engine.take_outgoing():
             self.perform(ask)
 
@@ -157,14 +164,20 @@ class NixlTransport:
             told, endpoint = await shake_hands(self.context, ask.peer, self._socket_s(HANDSHAKE_S))
             report = HandshakeDone(ask.peer, told)
             if endpoint is not None:
-                self._endpoints[told.engine_id] = endpoint
-                self._peers.get(endpoint)
+                self._found(ask.peer, told.engine_id, endpoint)
         except SideChannelError as error:
             log.error("handshake with %s: %s", ask.peer.engine_id, error)
             report = HandshakeFailed(ask.peer, str(error))
         finally:
             self._handshakes -= 1
         self._report(report)
+
+    def _found(self, peer: Peer, engine_id: str, endpoint: str) -> None:
+        address = f"{peer.host}:{peer.port}"
+        self._endpoints[engine_id] = endpoint
+        self._addresses.setdefault(endpoint, set()).add(address)
+        self._backend.find_peer(address)
+        self._peers.get(endpoint)
 
     def _notify(self, ask: Notify) -> None:
         def failed() -> None:
@@ -190,25 +203,23 @@ class NixlTransport:
             self._later(MoveFailed(ask.number, _LOST))
             return
         self._moves[ask.number] = ask
-        self.mover.start(ask, now_ns())
+        self._mover.start(ask, now_ns())
         self._set_alarm()
 
     def _set_alarm(self) -> None:
-        at_ns = self.mover.next_event_at()
+        at_ns = self._mover.next_event_at()
         if at_ns is None:
             self._alarm.clear()
         else:
             self._alarm.set(at_ns)
 
     def _moved(self) -> None:
-        for number, done in self.mover.run(now_ns()):
-            ask = self._moves.pop(number)
-            if not done:
-                self._report(MoveFailed(number, _LOST))
-            elif isinstance(ask, StartRead):
+        for report in self._mover.run(now_ns(), _not_known_yet):
+            ask = self._moves.pop(report.number)
+            if isinstance(report, MoveDone) and isinstance(ask, StartRead):
                 self._ask_what_landed(ask)
             else:
-                self._report(MoveDone(number))
+                self._report(report)
         self._set_alarm()
 
     def _ask_what_landed(self, ask: StartRead) -> None:
@@ -250,14 +261,14 @@ class NixlTransport:
 
     def _connection(self, endpoint: str, lost: bool) -> None:
         """A connection to a peer has ended, or begun. Reads that wait for an answer of it fail at once."""
-        ids = [engine_id for engine_id, one in self._endpoints.items() if one == endpoint]
+        for address in self._addresses.get(endpoint, ()):
+            if lost:
+                log.info("the agent behind %s has gone", address)
+                self._backend.lose_peer(address, now_ns())
+            else:
+                self._backend.find_peer(address)
         if not lost:
-            for engine_id in ids:
-                self.mover.find_peer(engine_id)
             return
-        for engine_id in ids:
-            log.info("the agent of engine %s has gone", engine_id)
-            self.mover.lose_peer(engine_id, now_ns())
         for number in [number for number, landed in self._landed.items() if landed.endpoint == endpoint]:
             self._settle(number, MoveFailed(number, _LOST))
         self._set_alarm()
@@ -273,6 +284,11 @@ class NixlTransport:
             "moves": len(self._moves) + len(self._landed),
             "malformed_messages": self.malformed + self.channel.malformed,
         }
+
+
+def _not_known_yet(_move: object) -> tuple[int, ...]:
+    """The mover wants it at once; the other side is asked instead."""
+    return ()
 
 
 def _forget() -> None:

@@ -1,8 +1,8 @@
 """What two vLLM engines with a KV connector say to each other, as bytes.
 
 The *side channel* is vLLM's: a REQ socket asks `[get_meta_msg, target rank]` in msgpack, and the ROUTER answers a map of the
-compatibility hash and, encoded once more, the agent's metadata (vLLM reference §7.2; names as in `nixl/metadata.py`). The hash is
-read first, so that an engine of another release fails with that and not with a layout that cannot be read.
+compatibility hash and, encoded once more, the agent's metadata (vLLM reference §7.2; names as in `nixl/metadata.py`). The hash
+is read first, so that an engine of another release fails with that and not with a layout that cannot be read.
 
 The *data plane* is NIXL's in vLLM (UCX, RDMA). Here it is a socket whose address stands in `agent_metadata`; its messages are
 msgpack arrays of this module's own.
