@@ -12,11 +12,13 @@ REMEMBERED = 1024
 class Hold:
     """One finished request's blocks. Owned by its book."""
 
-    __slots__ = ("blocks", "deadline_ns", "moving", "renewable", "reported", "request_id")
+    __slots__ = ("blocks", "deadline_ns", "moving", "renewable", "reported", "request_id", "tokens")
 
-    def __init__(self, request_id: str, blocks: list[int], deadline_ns: int, *, renewable: bool) -> None:
+    def __init__(self, request_id: str, blocks: list[int], tokens: int, deadline_ns: int, *, renewable: bool) -> None:
         self.request_id = request_id
         self.blocks = blocks
+        self.tokens = tokens
+        """Computed in them."""
         self.deadline_ns = deadline_ns
         self.renewable = renewable
         """Heartbeats extend it."""

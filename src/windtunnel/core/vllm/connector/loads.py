@@ -13,18 +13,18 @@ LOAD_FAILED = EngineError("Internal server error", 500, "InternalServerError")
 class Load:
     """One request's KV on its way to us. Owned by the connector until it has ended, whatever becomes of the request."""
 
-    __slots__ = ("asked_ns", "blocks", "first", "number", "orphaned", "remote", "request_id", "size_bytes", "tokens")
+    __slots__ = ("asked_ns", "blocks", "first", "number", "orphaned", "remote", "request_id", "size_bytes", "stop", "tokens")
 
     def __init__(
-        self, number: int, request_id: str, remote: Remote, blocks: Sequence[int], first: int, tokens: int, size_bytes: int
+        self, number: int, request_id: str, remote: Remote, blocks: Sequence[int], places: range, tokens: int, size_bytes: int
     ) -> None:
         self.number = number
         self.request_id = request_id
         self.remote = remote
         self.blocks = list(blocks)
         """All of the request, those from the local cache included."""
-        self.first = first
-        """How many of them were there before."""
+        self.first, self.stop = places.start, places.stop
+        """The places in `blocks` of what moves: before these the local cache has it, behind them it is computed here."""
         self.tokens = tokens
         """Tokens that are computed when the load is done."""
         self.size_bytes = size_bytes
@@ -35,7 +35,7 @@ class Load:
 
     @property
     def moving(self) -> tuple[int, ...]:
-        return tuple(self.blocks[self.first :])
+        return tuple(self.blocks[self.first : self.stop])
 
 
 class Loaded(NamedTuple):

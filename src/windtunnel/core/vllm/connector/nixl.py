@@ -3,7 +3,8 @@
 Rules this file lives by:
 
 * Blocks have one owner at a time: a live sequence, a hold (finished, kept for a reader) or an orphaned load (the request has
-  gone, the transport still writes). A hold ends by its consumers or by its deadline, an orphaned load by the transport's report alone.
+  gone, the transport still writes). A hold ends by its consumers or by its deadline, an orphaned load only by the transport's
+  report.
 * Every request that names a prefill causes exactly one word to it: a `Consumed` after its load, at a full cache hit, or when it
   ends before it was scheduled. Not after a failed load: then the prefill's lease runs out.
 * The connector never touches a sequence. It returns outcomes, and the engine applies them.
@@ -126,8 +127,9 @@ class NixlConnector:
         """Blocks are allocated: fetch what stands in them from place `first` on, up to `tokens` tokens."""
         remote = self._wanted.pop(request.request_id)
         self._numbers += 1
-        size_bytes = (len(blocks) - first) * self.block_size * self.config.kv_bytes_per_token
-        load = Load(self._numbers, request.request_id, remote, blocks, first, tokens, size_bytes)
+        places = range(first, self._blocks_for(tokens))
+        size_bytes = len(places) * self.block_size * self.config.kv_bytes_per_token
+        load = Load(self._numbers, request.request_id, remote, blocks, places, tokens, size_bytes)
         self.loads[load.number] = load
         return load
 
@@ -143,14 +145,17 @@ class NixlConnector:
             if self._expired(remote, now_ns):
                 self.counters["nixl_num_kv_expired_reqs"] += 1
                 return self._failed_load(load, "the decode's blocks have expired", None)
-            if len(remote.blocks) < len(load.blocks):
-                return self._failed_load(load, f"{len(remote.blocks)} remote blocks for {len(load.blocks)} local ones", None)
-            theirs = remote.blocks[load.first : len(load.blocks)]
+            if len(remote.blocks) < load.stop:
+                return self._failed_load(load, f"{len(remote.blocks)} remote blocks where {load.stop} are needed", None)
+            theirs = remote.blocks[load.first : load.stop]
             ask = StartRead(load.number, load.request_id, remote.peer, remote.request_id, load.moving, theirs, load.size_bytes)
         load.asked_ns = now_ns
         if not self._peers.ask(remote.peer, ask):
             return self._failed_load(load, "too much waits for the handshake", None)
         return []
+
+    def _blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
 
     def _expired(self, remote: Remote, now_ns: int) -> bool:
         return remote.expiry_ns is not None and now_ns + self.config.expiry_margin_ns >= remote.expiry_ns
@@ -164,7 +169,7 @@ class NixlConnector:
         if not params or reason not in _KEEPS or not blocks or not (prefill or self.config.bidirectional_kv_xfer):
             return None
         ttl_ns = self.config.hold_ns if prefill else self.config.decoder_kv_blocks_ttl_ns
-        hold = Hold(request.request_id, blocks, now_ns + ttl_ns, renewable=prefill and self.config.beat_ns is not None)
+        hold = Hold(request.request_id, blocks, tokens, now_ns + ttl_ns, renewable=prefill and self.config.beat_ns is not None)
         self.holds.add(hold)
         if not prefill:
             return told.answer_of_decode(self.config, request.request_id, blocks, tokens, hold.deadline_ns)
@@ -302,11 +307,12 @@ class NixlConnector:
         self._registrations[wanted] = registration
 
     def _write(self, hold: Hold, registration: Registration, now_ns: int) -> None:
-        """The decode has allocated the last so many blocks of the prompt."""
+        """The decode has registered its last so many blocks of the prompt without the last token."""
         self._numbers += 1
-        count = min(len(registration.blocks), len(hold.blocks))
+        stop = self._blocks_for(hold.tokens - 1)
+        count = min(len(registration.blocks), stop)
         size_bytes = count * self.block_size * self.config.kv_bytes_per_token
-        mine = tuple(hold.blocks[len(hold.blocks) - count :])
+        mine = tuple(hold.blocks[stop - count : stop])
         theirs = registration.blocks[len(registration.blocks) - count :]
         ask = StartWrite(self._numbers, hold.request_id, registration.decode, registration.request_id, mine, theirs, size_bytes)
         if self._peers.ask(registration.decode, ask):
