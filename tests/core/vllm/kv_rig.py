@@ -261,5 +261,3 @@ def decode_leg(
 def answer(name: str, max_tokens: int = 8) -> list[int]:
     """What a single server would say."""
     return expected(name, max_tokens)
-
-
