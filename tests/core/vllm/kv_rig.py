@@ -29,6 +29,7 @@ from windtunnel.core.vllm.connector.seam import (
     Report,
     StartWrite,
 )
+from windtunnel.wire.vllm.nixl import decode, encode
 
 LATENCY_NS = 500
 READ_NS = 20_000
@@ -146,7 +147,7 @@ class World:
         if other is None:
             self.tell(node, NotifyFailed(ask.peer, ask.notification, "nobody is there"))
         else:
-            self.tell(other, Arrived(ask.notification))
+            self.tell(other, Arrived(decode(encode(ask.notification))))
 
     def tell(self, node: Node, report: Report) -> None:
         if node.up:

@@ -216,8 +216,16 @@ class NixlConnector:
             elif isinstance(ask, StartWrite):
                 self._write_ended(ask.number)
             elif isinstance(ask, Notify):
-                outcomes += self._unsaid(ask.notification, report.reason)
+                outcomes += self._never_said(ask.notification, report.reason)
         return outcomes
+
+    def _never_said(self, notification: Notification, reason: str) -> list[Outcome]:
+        """Nothing that waited for a failed handshake has reached anybody: a registration's load is over."""
+        load = self._load_of(notification.request_id) if isinstance(notification, Registration) else None
+        if load is not None:
+            return self._failed_load(load, reason, None, counted=True)
+        self._count_unsaid(notification)
+        return []
 
     def _move_done(self, report: MoveDone, now_ns: int) -> list[Outcome]:
         if report.number in self._writes:
@@ -255,19 +263,21 @@ class NixlConnector:
         ]
 
     def _notify_failed(self, report: NotifyFailed, now_ns: int) -> list[Outcome]:
-        """The peer's agent is kept: only a new engine id brings a new handshake (vLLM reference §9.4, entry 43)."""
-        return self._unsaid(report.notification, report.reason)
+        """The peer's agent is kept: only a new engine id brings a new handshake (vLLM reference §9.4, entry 43).
 
-    def _unsaid(self, notification: Notification, reason: str) -> list[Outcome]:
+        The load of a registration that failed goes on waiting, for it may have arrived all the same.
+        """
+        self._count_unsaid(report.notification)
+        return []
+
+    def _count_unsaid(self, notification: Notification) -> None:
         """A heartbeat that fails is a debug line in vLLM; other words count."""
-        if isinstance(notification, Heartbeat):
-            return []
-        self.counters["nixl_num_failed_notifications"] += 1
-        self.counters["nixl_num_failed_transfers"] += 1
-        if not isinstance(notification, Registration):
-            return []
-        load = next((load for load in self.loads.values() if load.request_id == notification.request_id), None)
-        return [] if load is None else self._failed_load(load, reason, None, counted=True)
+        if not isinstance(notification, Heartbeat):
+            self.counters["nixl_num_failed_notifications"] += 1
+            self.counters["nixl_num_failed_transfers"] += 1
+
+    def _load_of(self, request_id: str) -> Load | None:
+        return next((load for load in self.loads.values() if load.request_id == request_id), None)
 
     def _notified(self, report: Arrived, now_ns: int) -> list[Outcome]:
         match report.notification:
@@ -278,11 +288,14 @@ class NixlConnector:
             case Registration() as registration:
                 self._register(registration, now_ns)
             case Pushed(request_id):
-                return self._pushed(request_id, now_ns)
+                return self._pushed(request_id)
         return []
 
     def _consumed(self, request_id: str, consumers: int) -> list[Outcome]:
+        """On the wire a finished push says the same to the decode, with the decode's id."""
         hold = self.holds.get(request_id)
+        if hold is None and self.config.pushes and self._load_of(request_id) is not None:
+            return self._pushed(request_id)
         if hold is None:
             self.counters["nixl_num_notifications_after_expiry"] += 1
             self.warn(
@@ -334,8 +347,8 @@ class NixlConnector:
             return []
         return [Freed(hold.request_id, self.holds.take(hold.request_id).blocks)]
 
-    def _pushed(self, request_id: str, now_ns: int) -> list[Outcome]:
-        load = next((load for load in self.loads.values() if load.request_id == request_id), None)
+    def _pushed(self, request_id: str) -> list[Outcome]:
+        load = self._load_of(request_id)
         if load is None:
             return []
         del self.loads[load.number]
@@ -385,7 +398,7 @@ class NixlConnector:
 
     def _say(self, peer: Peer, notification: Notification) -> None:
         if not self._peers.ask(peer, Notify(peer, notification)):
-            self._unsaid(notification, "too much waits for the handshake")
+            self._count_unsaid(notification)
 
     def _observe(self, size_bytes: int, blocks: int, took_ns: int) -> None:
         """Posting takes no time here, so `nixl_post_time_seconds` is not observed."""

@@ -86,10 +86,17 @@ class ConnectorScheduler(VllmScheduler):
 
     def _count_loaded(self, sequence: VllmSequence, load: Load, computed: int, step: Step, now_ns: int) -> None:
         local = min(computed, load.first * self.config.block_size)
-        external = computed - local
-        self._count_admission(sequence, local, 0, step, now_ns)
+        detail = {"prompt_tokens": sequence.num_tokens, "cached_tokens": computed, "external_tokens": computed - local}
+        self.log.record(sequence, Event.SCHEDULE, now_ns, detail)
+        sequence.admitted = True
         sequence.cached_tokens = computed
-        step.external_hits += external
+        if self.config.enable_prefix_caching:
+            step.prefix_queries += sequence.num_tokens
+            step.prefix_hits += local
+        step.external_queries += sequence.num_tokens - local
+        step.external_hits += computed - local
+        if sequence.request.report_cached_blocks and load.first:
+            self.report(sequence, 0, load.first)
 
     def _count_admission(self, sequence: VllmSequence, cached: int, loaded_blocks: int, step: Step, now_ns: int) -> None:
         """Whatever the pool has not is looked up through the connector."""
