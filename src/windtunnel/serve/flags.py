@@ -19,7 +19,7 @@ from windtunnel.serve.foreign_flags import FOREIGN_FLAGS, SHORT_FLAGS
 from windtunnel.serve.kv_config import check_kv_events, parse_endpoint, parse_kv_events
 from windtunnel.serve.seams import resolve
 from windtunnel.serve.transfer import parse_fates
-from windtunnel.serve.vllm_pd.settings import EXAMPLE, KV_TRANSFER_MEMBERS, parse_kv_transfer
+from windtunnel.serve.vllm_pd.settings import EXAMPLE, MEMBERS, read_json
 from windtunnel.wire.kv_events import FORMATS, HASH_FORMS
 
 Parse = Callable[[Any], Any]
@@ -203,10 +203,10 @@ _POSITIVE = _integer(1)
 _COUNT = _integer(0)
 
 _KV_TRANSFER_FLAGS: tuple[Flag, ...] = (
-    Flag("kv-transfer-config", "kv_transfer.*", parse_kv_transfer, f"the KV connector of a P/D worker: {EXAMPLE}"),
+    Flag("kv-transfer-config", "kv_transfer.told", read_json, f"the KV connector of a P/D worker: {EXAMPLE}"),
     *(
-        Flag(f"kv-transfer-config.{name.replace('_', '-')}", f"kv_transfer.{field}", parse, f"{name} of it")
-        for name, (field, parse) in KV_TRANSFER_MEMBERS.items()
+        Flag(f"kv-transfer-config.{name.replace('_', '-')}", f"kv_transfer.{name}", _text, f"its member {name} alone")
+        for name in MEMBERS
     ),
     Flag(
         "nixl-side-channel-host",
@@ -546,8 +546,7 @@ def _check_vllm(config: ServeConfig) -> None:
         raise UsageError("--kv-offloading-size needs prefix caching: nothing is found in the host tier without it")
     if config.kv_transfer.on and (scheduler.kv_offloading_gib or scheduler.kv_offloading_blocks):
         raise UsageError("--kv-offloading-size and --kv-transfer-config exclude each other: there is no MultiConnector here")
-    if config.kv_transfer.side_channel_port + config.data_parallel_size > 65536:
-        raise UsageError("--nixl-side-channel-port leaves no port for each data-parallel rank")
+    _check_kv_transfer(config)
     needed = -(-scheduler.max_model_len // scheduler.block_size) + 1
     if scheduler.num_gpu_blocks < needed:
         raise UsageError(
@@ -560,6 +559,21 @@ def _check_vllm(config: ServeConfig) -> None:
         raise UsageError(
             f"--tensor-parallel-size {pacing.tensor_parallel} does not divide the {heads} heads of {pacing.gpu_model}"
         )
+
+
+def _check_kv_transfer(config: ServeConfig) -> None:
+    settings = config.kv_transfer
+    if settings.side_channel_port + config.data_parallel_size > _PORTS:
+        raise UsageError("--nixl-side-channel-port leaves no port for each data-parallel rank")
+    if not settings.on:
+        return
+    try:
+        settings.parsed("-")
+    except ValueError as error:
+        raise UsageError(f"--kv-transfer-config: {error}") from None
+
+
+_PORTS = 65536
 
 
 def _check_fault(text: str) -> None:

@@ -18,7 +18,8 @@ MODEL = "wt-model"
 PROMPT = "[wt:a1] " + "prefill and then decode " * 30
 REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
 COMPLETION = {"model": MODEL, "prompt": PROMPT, "max_tokens": 12}
-NO_PACING: dict[str, Any] = {}
+NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+AS_IT_IS: dict[str, Any] = {}
 
 
 @dataclass
@@ -81,10 +82,10 @@ async def until(condition: Callable[[], Any]) -> None:
 
 @contextlib.asynccontextmanager
 async def pair(
-    both: dict[str, Any] = NO_PACING, p: dict[str, Any] = NO_PACING, d: dict[str, Any] = NO_PACING, **sidecar: Any
+    both: dict[str, Any] = AS_IT_IS, p: dict[str, Any] = AS_IT_IS, d: dict[str, Any] = AS_IT_IS, **sidecar: Any
 ) -> AsyncIterator[Pair]:
     """Settings as those of `tests.serve.live.live`; further names are the balancer's."""
-    told: dict[str, Any] = {"kv_transfer__connector": "NixlConnector", "kv_transfer__side_channel_port": 0, **both}
+    told: dict[str, Any] = {"kv_transfer__told": NIXL, "kv_transfer__side_channel_port": 0, **both}
     async with live(**told | p) as prefill, live(**told | d) as decode:
         prefills = (PrefillAddress(prefill.url, "127.0.0.1", None),)
         async with (

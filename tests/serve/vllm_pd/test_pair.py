@@ -179,15 +179,12 @@ async def test_a_refusal_before_admission_releases_the_prefill() -> None:
 
 async def test_an_overloaded_decode_releases_the_prefill() -> None:
     async with pair(d={"scheduler__max_num_queued_reqs": 1, "scheduler__max_num_seqs": 1, "pacing__itl_ns": FOREVER_NS}) as pd:
-        others = []
-        for count in (1, 2):
-            others.append(asyncio.ensure_future(pd.client.post(f"{pd.d.url}/v1/completions", json=COMPLETION)))
-            await until(lambda: len(pd.d.states()) == count and "decode" in pd.d.states())  # noqa: B023  # awaited here
+        other = asyncio.ensure_future(pd.client.post(f"{pd.d.url}/v1/completions", json=COMPLETION))
+        await until(lambda: pd.d.states() == ["decode"])
         refused = await pd.post("/v1/completions", COMPLETION)
         assert refused.status_code == 503
         await until(lambda: at_rest(pd.p))
-        for other in others:
-            other.cancel()
+        other.cancel()
         await pd.until_idle()
         assert counters(pd.p) == {}
 
@@ -224,7 +221,7 @@ async def test_a_failed_load_is_an_error(stream: bool) -> None:
 
 
 async def test_a_failed_load_may_be_computed_again() -> None:
-    policy = {"kv_transfer__fates": (("fail", 1.0),), "kv_transfer__load_failure_policy": "recompute"}
+    policy = {"kv_transfer__fates": (("fail", 1.0),), "kv_transfer__kv_load_failure_policy": "recompute"}
     async with pair(FAST) as sound:
         wanted = (await sound.post("/v1/completions", COMPLETION)).json()["choices"]
     async with pair(FAST, d=policy) as pd:
@@ -298,7 +295,7 @@ async def test_n_choices_read_once_and_leave_the_other_holds_to_the_lease() -> N
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_push(stream: bool) -> None:
-    async with pair({"kv_transfer__connector": "NixlPushConnector"}) as pd:
+    async with pair({"kv_transfer__kv_connector": "NixlPushConnector"}) as pd:
         async with live() as single:
             wanted = (await pd.client.post(f"{single.url}/v1/completions", json=COMPLETION)).json()["choices"][0]["text"]
         answer = await pd.post("/v1/completions", COMPLETION | {"stream": stream})
@@ -308,7 +305,7 @@ async def test_push(stream: bool) -> None:
 
 
 async def test_leaving_during_a_push() -> None:
-    push = {"kv_transfer__connector": "NixlPushConnector"}
+    push = {"kv_transfer__kv_connector": "NixlPushConnector"}
     async with pair(FAST | push, p={"kv_transfer__transfer_latency_ns": 60 * S}) as pd:
         client = await pd.decoding(await pd.prefilled())
         await until(lambda: pd.d.states() and engine_of(pd.d).outstanding()["loads"])

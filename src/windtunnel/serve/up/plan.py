@@ -41,7 +41,7 @@ class UpPlan:
     router_port: int = 0
     router_args: tuple[str, ...] = ()
     pairing: Pairing = "sglang"
-    """How prefills and decodes are paired: at the same time over bootstrap servers, or one after the other (`kv_transfer_params`)."""
+    """How a prefill and a decode go together: at the same time, or one after the other (`kv_transfer_params`)."""
     liveness_s: float = 10.0
     """How often an orchestrator would ask each server's /health; 0: never."""
 

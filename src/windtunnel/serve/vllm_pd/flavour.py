@@ -3,9 +3,9 @@
 import logging
 import random
 import socket
+from functools import partial
 from typing import Any
 
-from windtunnel.core.outputs import StepOutput
 from windtunnel.core.pacing import Pacing
 from windtunnel.core.physics import MODELS
 from windtunnel.core.vllm.config import VllmEngineConfig
@@ -45,8 +45,7 @@ class Connection:
         self.channel = SideChannel(self.sockets.context, host, port + rank if port else 0)
         config = core_config(
             settings,
-            rank=rank,
-            ranks=told.data_parallel_size,
+            rank=rank if told.data_parallel_size > 1 else None,
             port=self.channel.port,
             model=told.model,
             version=told.vllm_version,
@@ -60,15 +59,20 @@ class Connection:
         self.transport: NixlTransport | None = None
         self._driver: EngineDriver | None = None
 
-    async def start(self, driver: EngineDriver) -> None:
+    async def start(self, driver: EngineDriver, metrics: VllmMetrics) -> None:
         self.transport = NixlTransport(
             self.engine, self.channel, self.sockets, self._backend, driver.wake, time_scale=self._time_scale
         )
         self._driver = driver
         await self.transport.start()
-        driver.after_turn = self.transport.pump
+        driver.after_turn = partial(self._after_turn, self.transport, driver.rank, metrics)
         log.info("side channel of engine %s: %s", self.engine.connector.config.engine_id, self.channel.port)
         driver.wake()
+
+    def _after_turn(self, transport: NixlTransport, rank: int, metrics: VllmMetrics) -> None:
+        transport.pump()
+        if observed := self.engine.take_observations():
+            metrics.on_transfers(rank, observed)
 
     async def close(self) -> None:
         if self.transport is None or self._driver is None:
@@ -122,13 +126,14 @@ class KvTransferFlavour(VllmFlavour):
             one = Connection(self._config, config, pacing, chance, len(self._connections), self._seams)
         except (ValueError, OSError) as error:
             raise UsageError(f"--kv-transfer-config: side channel: {error}") from error
+        if ignored := self._config.kv_transfer.parsed("-").ignored:
+            log.warning("--kv-transfer-config: %s mean nothing here", ", ".join(ignored))
         self._connections.append(one)
         return one.engine
 
     async def start(self, server: Server) -> None:
         for one, driver in zip(self._connections, server.driver.drivers, strict=True):
-            driver.observe(ConnectorObserver(one, server.metrics))
-            await one.start(driver)
+            await one.start(driver, server.metrics)
             self._seams.connected(one.engine)
             driver.wake()
 
@@ -146,18 +151,6 @@ class KvTransferFlavour(VllmFlavour):
 
         rule = get("/debug/disaggregation", debug)
         return [*super().rows(server), (rule.path, rule.methods, Simple(server, rule))]
-
-
-class ConnectorObserver:
-    """Feeds the connector's histograms; its counters come with the steps."""
-
-    def __init__(self, connection: Connection, metrics: VllmMetrics) -> None:
-        self._engine = connection.engine
-        self._metrics = metrics
-
-    def on_step(self, rank: int, step: StepOutput, now_ns: int) -> None:
-        for stem, value in self._engine.take_observations():
-            getattr(self._metrics, "observe", lambda *_: None)(rank, stem, value)
 
 
 def numeric(host: str) -> str:

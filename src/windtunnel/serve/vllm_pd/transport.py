@@ -34,7 +34,7 @@ from windtunnel.core.vllm.connector.seam import (
 from windtunnel.serve.clock import make_alarm, now_ns
 from windtunnel.serve.sglang.sockets import Peers, RankSockets
 from windtunnel.serve.vllm_pd.side_channel import SideChannel, shake_hands
-from windtunnel.wire.vllm import nixl
+from windtunnel.wire.vllm.nixl import decode, encode
 from windtunnel.wire.vllm.side_channel import (
     LandedAnswer,
     LandedQuestion,
@@ -183,7 +183,7 @@ class NixlTransport:
         def failed() -> None:
             self._later(NotifyFailed(ask.peer, ask.notification, _LOST))
 
-        self._send(self._endpoints.get(ask.peer.engine_id, ""), Notification(nixl.encode(ask.notification)), failed)
+        self._send(self._endpoints.get(ask.peer.engine_id, ""), Notification(encode(ask.notification)), failed)
 
     def _send(self, endpoint: str, message: Message, failed: Callable[[], None]) -> None:
         peer = self._peers.get(endpoint) if endpoint else None
@@ -252,7 +252,7 @@ class NixlTransport:
 
     def _heard(self, message: Message) -> None:
         if isinstance(message, Notification):
-            self._report(Arrived(nixl.decode(message.payload)))
+            self._report(Arrived(decode(message.payload)))
         elif isinstance(message, LandedQuestion):
             foreign = self._engine.overwritten(message.request_id, message.blocks)
             self._send(message.reply_to, LandedAnswer(message.number, foreign), _forget)
