@@ -55,6 +55,8 @@ async def test_the_text_is_the_single_servers_and_everything_is_given_back() -> 
         stream = (await pd.client.post(f"{pd.up.url}/v1/completions", json={**BODY, "stream": True})).text
         await pd.until_empty()
         metrics = (await pd.client.get(f"{pd.up.servers['decode']}/metrics")).text
+        processes = dict(pd.fleet._processes)
+    assert {name: process.returncode for name, process in processes.items()} == dict.fromkeys(processes, 0), "asked to stop"
     single = await _single("/v1/completions", BODY)
     assert answer["choices"] == single["choices"]
     events = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {")]

@@ -14,7 +14,6 @@ from windtunnel.serve.clock import now_ns
 from windtunnel.serve.config import ServeConfig, UsageError
 from windtunnel.serve.driver import EngineDriver
 from windtunnel.serve.operations.endpoint import Call, Reply, Row, Simple, get, json_reply
-from windtunnel.serve.seams import Seams
 from windtunnel.serve.sglang.sockets import RankSockets
 from windtunnel.serve.state import Server
 from windtunnel.serve.transfer import sim_backend
@@ -34,9 +33,7 @@ _HOLDS_SHOWN = 1000
 class Connection:
     """One rank's engine and what connects it. Owned by its flavour; `attach`, `start`, and `close` in the end."""
 
-    def __init__(
-        self, told: ServeConfig, engine: VllmEngineConfig, pacing: Pacing, chance: random.Random, rank: int, seams: Seams
-    ) -> None:
+    def __init__(self, told: ServeConfig, engine: VllmEngineConfig, pacing: Pacing, chance: random.Random, rank: int) -> None:
         """Binds the sockets. Raises ValueError, OSError."""
         settings = told.kv_transfer
         host = numeric(settings.side_channel_host)
@@ -53,7 +50,7 @@ class Connection:
             kv_bytes_per_token=round(MODELS[told.pacing.gpu_model].kv_bytes_per_token),
             time_scale=told.pacing.time_scale,
         )
-        self.engine = ConnectorEngine(engine, pacing, seams.disagg_config(config))
+        self.engine = ConnectorEngine(engine, pacing, config)
         self._backend = sim_backend(settings, told.pacing.time_scale, random.Random(chance.random()))
         self._time_scale = told.pacing.time_scale
         self.transport: NixlTransport | None = None
@@ -115,15 +112,14 @@ class Connection:
 class KvTransferFlavour(VllmFlavour):
     """One server with a KV connector. Owns its connections."""
 
-    def __init__(self, config: ServeConfig, seams: Seams) -> None:
+    def __init__(self, config: ServeConfig) -> None:
         self._config = config
-        self._seams = seams
         self._connections: list[Connection] = []
 
     def engine(self, config: VllmEngineConfig, pacing: Pacing, chance: random.Random) -> ConnectorEngine:
         """Binds the rank's sockets. Raises UsageError."""
         try:
-            one = Connection(self._config, config, pacing, chance, len(self._connections), self._seams)
+            one = Connection(self._config, config, pacing, chance, len(self._connections))
         except (ValueError, OSError) as error:
             raise UsageError(f"--kv-transfer-config: side channel: {error}") from error
         if ignored := self._config.kv_transfer.parsed("-").ignored:
@@ -134,8 +130,6 @@ class KvTransferFlavour(VllmFlavour):
     async def start(self, server: Server) -> None:
         for one, driver in zip(self._connections, server.driver.drivers, strict=True):
             await one.start(driver, server.metrics)
-            self._seams.connected(one.engine)
-            driver.wake()
 
     async def stop(self) -> None:
         for one in self._connections:
