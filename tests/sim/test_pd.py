@@ -203,7 +203,7 @@ def test_a_policy_file_may_choose_pairs(tmp_path: Any) -> None:
     [
         ({"engines": [{"kind": "sglang", "role": "prefill"}]}, "all unified, or prefill and decode"),
         ({"engines": [{"kind": "sglang"}], "policy": "pd-pairs"}, "needs engines with role prefill"),
-        ({"engines": [{"role": "prefill"}, {"role": "decode"}]}, "vllm can be unified"),
+        ({"engines": [{"role": "prefill"}, {"role": "decode", "kind": "sglang"}]}, "must be of one kind"),
         ({"engines": [{"kind": "sglang"}], "faults": [{"at": "1s", "engine": 0, "kind": "lose_frames"}]}, "needs a prefill"),
         ({"engines": [{"kind": "sglang"}], "faults": [{"at": "1s", "engine": 0, "kind": "sleep"}]}, "cannot sleep"),
         ({"engines": [{"kind": "sglang", "config": {"max_num_seqs": 4}}]}, "engines.config"),

@@ -48,11 +48,19 @@ NULLS: Mapping[str, Any] = {
 class Node:
     """One engine, its moves and what it has said."""
 
-    def __init__(self, name: str, port: int, pacing: Pacing, config: Mapping[str, Any], kv: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        name: str,
+        port: int,
+        pacing: Pacing,
+        config: Mapping[str, Any],
+        kv: Mapping[str, Any],
+        engine_type: type[ConnectorEngine] = ConnectorEngine,
+    ) -> None:
         told = {"compatibility_hash": "same", "kv_bytes_per_token": 1, **kv}
         self.name = name
         self.address = f"{name}:{port}"
-        self.engine = ConnectorEngine(
+        self.engine = engine_type(
             VllmEngineConfig(**{"num_blocks": 65, "max_model_len": 1024, "eos_token_id": EOS, **config}),
             pacing,
             KvTransferConfig(**{"engine_id": f"engine-{name}", "side_channel_host": name, "side_channel_port": port, **told}),
@@ -215,10 +223,11 @@ class Pair(World):
         prefill: Mapping[str, Any] | None = None,
         decode: Mapping[str, Any] | None = None,
         fate: Callable[[Any], Fate] = always_ok,
+        engine_type: type[ConnectorEngine] = ConnectorEngine,
     ) -> None:
         lease = {"lease_ns": 30 * MS, **(kv or {})}
-        self.p = Node("p", 5600, pacing(), prefill or {}, {**lease, **(prefill_kv or {})})
-        self.d = Node("d", 5700, pacing(), decode or {}, {**lease, **(decode_kv or {})})
+        self.p = Node("p", 5600, pacing(), prefill or {}, {**lease, **(prefill_kv or {})}, engine_type)
+        self.d = Node("d", 5700, pacing(), decode or {}, {**lease, **(decode_kv or {})}, engine_type)
         self.p.backend.fate = self.d.backend.fate = fate
         super().__init__(self.p, self.d)
 

@@ -21,7 +21,9 @@ from windtunnel.core.lifecycle import State
 from windtunnel.core.outputs import FinishReason
 from windtunnel.core.pacing import StepPacing
 from windtunnel.core.transfer.backends import Fate, Write
+from windtunnel.core.vllm.connector.engine import ConnectorEngine
 from windtunnel.core.vllm.connector.foreign import ForeignSource
+from windtunnel.core.vllm.connector.runs import RunConnectorEngine
 from windtunnel.core.vllm.connector.seam import Arrived, Consumed, Heartbeat, Notify
 
 LEASE_NS = 60_000
@@ -110,8 +112,9 @@ class Story:
 class Machine:
     """Drives the legs through a pair. Owned by one run."""
 
-    def __init__(self, setting: Setting, all_legs: list[Leg]) -> None:
+    def __init__(self, setting: Setting, all_legs: list[Leg], engine_type: type[ConnectorEngine] = ConnectorEngine) -> None:
         self.setting = setting
+        self.engine_type = engine_type
         self.legs = all_legs
         self.pair = self._pair()
         self._fates = self._lost = self._delays = 0
@@ -141,6 +144,7 @@ class Machine:
             prefill={**config, "num_blocks": setting.blocks[0]},
             decode={**config, "num_blocks": setting.blocks[1]},
             fate=self._fate,
+            engine_type=self.engine_type,
         )
         pair.p.backend._dead_peer_ns = pair.d.backend._dead_peer_ns = 90_000
         pair.drop = self._drop
@@ -273,13 +277,33 @@ def check_answers(machine: Machine) -> None:
 
 
 @given(worlds, st.lists(legs, min_size=1, max_size=7))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_whatever_happens(setting: Setting, all_legs: list[Leg]) -> None:
     machine = Machine(setting, all_legs)
     story = machine.run()
     check(machine)
     again = Machine(setting, all_legs).run()
     assert again.lines == story.lines
+
+
+def bones(machine: Machine) -> list[Any]:
+    """Every step without its tokens."""
+    return [
+        (node.name, step.at_ns, step.transitions, step.stats)
+        for node in (machine.pair.p, machine.pair.d)
+        for step in node.steps
+    ]
+
+
+@given(worlds, st.lists(legs, min_size=1, max_size=7))
+@settings(max_examples=25, deadline=None)
+def test_the_engine_for_virtual_time_does_the_same(setting: Setting, all_legs: list[Leg]) -> None:
+    """`RunConnectorEngine`: the same steps, transitions, statistics and asks; its tokens leave in runs."""
+    plain, in_runs = Machine(setting, all_legs), Machine(setting, all_legs, RunConnectorEngine)
+    plain.run()
+    in_runs.run()
+    assert bones(plain) == bones(in_runs)
+    assert plain.pair.asked == in_runs.pair.asked
 
 
 CALM = Setting(
@@ -289,7 +313,7 @@ CALM = Setting(
 
 
 @given(st.lists(legs, min_size=1, max_size=7), st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_in_calm_weather_every_answer_is_the_single_server_s(all_legs: list[Leg], push: bool) -> None:
     """Without faults, with a prompt router and one choice each: nobody errs, and no lease is lost but for clients that left."""
 

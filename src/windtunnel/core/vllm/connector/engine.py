@@ -1,10 +1,12 @@
 """The vLLM engine with a KV connector: an `Engine` that others can read from and that reads from others (`connector.seam`)."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from windtunnel.core.lifecycle import Event
 from windtunnel.core.outputs import EngineError, FinishReason, StepOutput, StepStats, TokenOutput
 from windtunnel.core.pacing import Pacing
+from windtunnel.core.vllm.completion import Completion
 from windtunnel.core.vllm.config import VllmEngineConfig
 from windtunnel.core.vllm.connector.config import KvTransferConfig
 from windtunnel.core.vllm.connector.loads import LOAD_FAILED, Freed, Loaded, LoadFailed, Outcome
@@ -13,6 +15,7 @@ from windtunnel.core.vllm.connector.scheduler import ConnectorCompletion, Connec
 from windtunnel.core.vllm.connector.seam import Ask, Handshake, Report
 from windtunnel.core.vllm.control import DEATH
 from windtunnel.core.vllm.engine import VllmEngine
+from windtunnel.core.vllm.scheduler import VllmScheduler
 from windtunnel.core.vllm.sequence import VllmSequence
 from windtunnel.core.vllm.step import Step
 
@@ -20,15 +23,18 @@ from windtunnel.core.vllm.step import Step
 class ConnectorEngine(VllmEngine):
     """Implements `windtunnel.core.engine.Engine` and `windtunnel.core.vllm.connector.seam.KvEngine`."""
 
-    scheduler_type = ConnectorScheduler
-    completion_type = ConnectorCompletion
+    scheduler_type: type[VllmScheduler] = ConnectorScheduler
+    completion_type: type[Completion] = ConnectorCompletion
     _scheduler: ConnectorScheduler
 
-    def __init__(self, config: VllmEngineConfig, pacing: Pacing, kv: KvTransferConfig) -> None:
-        """Raises ValueError for a host tier beside the connector (vLLM would need a MultiConnector)."""
+    def __init__(self, config: VllmEngineConfig, pacing: Pacing, kv: KvTransferConfig, **more: Any) -> None:
+        """Raises ValueError for a host tier beside the connector (vLLM would need a MultiConnector).
+
+        `more` is for an engine class that is mixed in.
+        """
         if config.host_blocks:
             raise ValueError(f"host_blocks is {config.host_blocks}: must be 0 with {kv.connector}")
-        super().__init__(config, pacing)
+        super().__init__(config, pacing, **more)
         pool = self._scheduler.pool
         self.connector = NixlConnector(kv, pool, block_size=config.block_size, num_blocks=config.num_blocks)
         self._scheduler.connector = self.connector
