@@ -15,8 +15,8 @@ _SGLANG_ABORTS = "num_aborted_requests"
 
 _PD_LEGS = frozenset({"num_prefill_inflight_queue_reqs", "num_decode_transfer_queue_reqs"})
 """With the metrics of both sides of a P/D pair every request is counted on either leg."""
-_KV_CONNECTOR = "nixl_num_kv_expired_reqs"
-"""A vLLM with this counter is one side of such a pair."""
+LEASES = "nixl_num_kv_expired_reqs"
+"""Holds of a prefill that nobody ended. A vLLM with this counter is one side of such a pair."""
 
 
 def imbalances(result: StormResult) -> list[str]:
@@ -25,11 +25,7 @@ def imbalances(result: StormResult) -> list[str]:
     if settled is None or not settled.usable or result.interrupted or not result.streams:
         return []
     base = result.baseline
-    if (
-        any(base.gauges.get(key) for key in ("running", "waiting"))
-        or set(base.gauges) >= _PD_LEGS
-        or _KV_CONNECTOR in base.counters
-    ):
+    if any(base.gauges.get(key) for key in ("running", "waiting")) or set(base.gauges) >= _PD_LEGS or LEASES in base.counters:
         return []
     return [*_finished(result, settled), *_aborted(result, settled), *_tokens(result, settled)]
 

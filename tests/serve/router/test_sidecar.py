@@ -91,9 +91,11 @@ async def test_a_header_may_name_several_and_the_first_is_taken(client: httpx.As
         assert (await client.post(url + CHAT, json={}, headers=header)).status_code == 200
         header = {"x-prefiller-host-port": f"other:1, {_place(p)}"}
         denied = await client.post(url + CHAT, json={}, headers=header)
+        lines = [("x-prefiller-host-port", _place(p)), ("x-prefiller-host-port", "other:1")]
+        assert (await client.post(url + CHAT, json={}, headers=lines)).status_code == 200
     assert (denied.status_code, denied.headers["content-type"]) == (403, "text/plain; charset=utf-8")
     assert "not allowed" in denied.text
-    assert len(p.bodies) == 1
+    assert len(p.bodies) == 2
 
 
 async def test_with_sampling_any_of_them_is_taken(client: httpx.AsyncClient) -> None:

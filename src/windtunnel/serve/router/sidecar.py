@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from windtunnel.serve.asgi import JSON, ClientGone, Receive, Scope, Send, header_of, send_bytes
+from windtunnel.serve.asgi import JSON, ClientGone, Receive, Scope, Send, send_bytes
 from windtunnel.serve.router.config import RouterConfig, SidecarConfig
 from windtunnel.serve.router.proxy import Client, Headers, Proxy, all_headers, answer_headers, pass_on, start
 from windtunnel.wire.vllm import pairing
@@ -31,6 +31,7 @@ _FORBIDDEN = b"Forbidden: prefill target not allowed by SSRF protection\n"
 _NOT_READY = (
     "The decode node is not ready. Please check that the vLLM service is running and the port configuration is correct."
 )
+_HEADER = pairing.PREFILL_HEADER.encode()
 _RETRIED = (502, 503, 504)
 _SSE = "text/event-stream"
 
@@ -95,8 +96,12 @@ class Sidecar:
                 await send({"type": "http.response.body", "body": answer.content})
 
     def _prefill_of(self, scope: Scope) -> str | None:
-        """From the header, or else the next in turn; None: no prefill. Raises KeyError for one that is not allowed."""
-        named = [one.strip() for one in (header_of(scope, pairing.PREFILL_HEADER) or "").split(",")]
+        """From the header, which may come several times or have commas, or else the next in turn; None: no prefill.
+
+        Raises KeyError for one that is not allowed.
+        """
+        lines = [value.decode("latin-1") for name, value in scope["headers"] if name == _HEADER]
+        named = [one.strip() for one in (lines[0].split(",") if len(lines) == 1 else lines or [""])]
         chosen = random.choice(named) if self._settings.sampling else named[0]
         if chosen:
             return self._allowed[chosen]
