@@ -30,7 +30,7 @@ _SEEN: Mapping[Moment, frozenset[str]] = {
 }
 """Moment → states of the lifecycle table."""
 
-_TRANSFERS = ("num_prefill_inflight_queue_reqs", "num_decode_transfer_queue_reqs", "kv_transfer_in_progress")
+_TRANSFERS = ("num_prefill_inflight_queue_reqs", "num_decode_transfer_queue_reqs")
 
 
 def _up(sample: Sample, base: Sample, *keys: str) -> bool:

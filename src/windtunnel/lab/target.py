@@ -75,7 +75,6 @@ _VLLM = Kind(
         Gauge("running", Watch.RUNNING, ("vllm:num_requests_running",)),
         Gauge("waiting", Watch.WAITING, ("vllm:num_requests_waiting",)),
         Gauge("kv_usage", Watch.KV, ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")),
-        Gauge("kv_transfer_in_progress", Watch.QUEUE, ("vllm:num_requests_kv_fetch_by_stage",), (("stage", "in_progress"),)),
     ),
     (
         Counter(GENERATION_TOKENS, "vllm:generation_tokens_total"),
