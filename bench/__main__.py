@@ -17,6 +17,7 @@ BENCHMARKS = (
     "sim_cluster",
     "agreement",
     "big_prompt",
+    "loop_holds",
     "pacing_jitter",
     "grpc_stream",
 )

@@ -56,7 +56,7 @@ def run() -> dict[str, float]:
     pin(CLIENT_CORE)
     results: dict[str, float] = {}
     with server(*_FLAGS) as (port, _):
-        bodies = {"text": _text_bodies(), "ids": _id_bodies()}
+        bodies = {"text": text_bodies(), "ids": id_bodies()}
         results["p99_ms_alone"] = _lateness(port, None)[0]
         for kind, made in bodies.items():
             sender = Sender(port, made)
@@ -86,12 +86,12 @@ def _prose(chance: random.Random, tokenizer: BuiltinTokenizer) -> str:
     return text[: len(text) * PROMPT_TOKENS // len(tokenizer.encode(text))]
 
 
-def _text_bodies(count: int = 8) -> list[bytes]:
+def text_bodies(count: int = 8) -> list[bytes]:
     tokenizer = BuiltinTokenizer()
     return [_body(_prose(random.Random(number), tokenizer)) for number in range(count)]
 
 
-def _id_bodies(count: int = 8) -> list[bytes]:
+def id_bodies(count: int = 8) -> list[bytes]:
     return [_body(random.Random(number).choices(range(1000, 9000), k=PROMPT_TOKENS)) for number in range(count)]
 
 

@@ -48,6 +48,22 @@ def test_words_are_the_same_one_by_one_and_many_at_once(identity: int, start: in
         assert oracle.word_indices(identity, start + at, 1) == [indices[at]]
 
 
+def splitmix64(state: int) -> int:
+    """The reference algorithm, one number at a time."""
+    mixed = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB % 2**64
+    return mixed ^ mixed >> 31
+
+
+@given(identities, st.integers(0, 2**40), st.integers(0, 1100))
+def test_words_are_nine_bits_each_of_the_reference_generator(identity: int, start: int, count: int) -> None:
+    expected = []
+    for at in range(start, start + count):
+        mixed = splitmix64((identity + (at // 7 + 1) * 0x9E3779B97F4A7C15) % 2**64)
+        expected.append(mixed >> 9 * (at % 7) & 511)
+    assert oracle.word_indices(identity, start, count) == expected
+
+
 @given(identities, st.integers(0, 300))
 def test_the_builtin_tokenizer_writes_what_the_oracle_says(identity: int, length: int) -> None:
     tokenizer = BuiltinTokenizer()

@@ -24,16 +24,16 @@ class GrpcServer:
 
     @property
     def address(self) -> str:
-        return f"127.0.0.1:{self.front.port}"
+        return f"127.0.0.1:{self.front.port or self.live.port}"
 
 
 @contextlib.asynccontextmanager
 async def grpc_live(**values: Any) -> AsyncIterator[GrpcServer]:
     """`values` as in `tests.serve.live.live`."""
-    async with live(grpc_port=0, **values) as server:
+    async with live(**{"grpc_port": None if values.get("grpc_on_http_port") else 0, **values}) as server:
         front = await grpc_front.start(server.server)
         try:
-            async with grpc.aio.insecure_channel(f"127.0.0.1:{front.port}") as channel:
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{front.port or server.port}") as channel:
                 make = sglang_rpc.SglangSchedulerStub if server.server.config.engine == "sglang" else rpc.VllmEngineStub
                 yield GrpcServer(server, front, channel, make(channel))
         finally:

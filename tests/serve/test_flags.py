@@ -11,7 +11,7 @@ from tests.serve.test_operations import BODY
 
 from windtunnel.cli.serve import environment_flags
 from windtunnel.serve.config import UsageError
-from windtunnel.serve.flags import FLAGS, parse_args
+from windtunnel.serve.flags import FLAGS, live_changes, parse_args
 from windtunnel.serve.foreign_flags import FOREIGN_FLAGS
 
 REFERENCE = Path(os.environ.get("WINDTUNNEL_REFERENCE", Path(__file__).parents[3] / "shared/reference"))
@@ -114,6 +114,14 @@ def test_vllm_counts_some_durations_in_seconds() -> None:
         (["m", "--failure-types", "nope"], "'nope' is not one of rate_limit"),
         (["m", "--failure-injection-rate", "101"], "out of range"),
         (["m", "--shutdown-outcome", "nicely"], "error, clean, hang"),
+        (["m", "--port", "http"], "port: 'http' is not a whole number"),
+        (["m", "--max-num-seqs", "9" * 5000], "is not a whole number"),
+        (["m", "--watermark", "much"], "watermark: 'much' is not a number"),
+        (["m", "--watermark", "nan"], "'nan' is not a number"),
+        (["m", "--natural-length", "5"], "'5' is not a range: write LOW:HIGH"),
+        (["m", "--natural-length", "1:1e9"], "'1e9' is not a whole number"),
+        (["m", "--itl", "999999999h"], "itl: 999999999h is out of range: it must be at most 1000000000s"),
+        (["m", "--shutdown-timeout", "999999999h"], "out of range"),
         (["m", "--config"], "--config takes one file"),
         (["m", "--config", "/nowhere.toml"], "--config: "),
     ],
@@ -121,6 +129,26 @@ def test_vllm_counts_some_durations_in_seconds() -> None:
 def test_bad_flags_name_the_flag_and_the_right_form(args: list[str], text: str) -> None:
     with pytest.raises(UsageError, match=text):
         parse_args(args)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("itl", "999999999h"),
+        ("itl", 20),
+        ("ttft_std", "1" * 400 + "s"),
+        ("time_scale", 1e999),
+        ("natural_length", [1, 10**30]),
+        ("natural_length", {"low": 1}),
+        ("max_num_seqs", 1.5),
+        ("max_num_seqs", 1 << 62 | 1),
+        ("max_num_seqs", None),
+    ],
+)
+def test_a_value_that_no_server_could_keep_changes_nothing(key: str, value: object) -> None:
+    config = parse_args(["m"]).config
+    with pytest.raises(UsageError, match=f"^{key}: "):
+        live_changes(config, {"ttft": "1s", key: value})
 
 
 TOML = """

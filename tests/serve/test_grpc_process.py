@@ -18,11 +18,11 @@ async def start(*flags: str) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
 
 
-async def grpc_port(process: asyncio.subprocess.Process) -> int:
+async def grpc_port(process: asyncio.subprocess.Process, told: re.Pattern[bytes] = _PORT) -> int:
     assert process.stderr is not None
     async with asyncio.timeout(PATIENCE_S):
         while line := await process.stderr.readline():
-            if found := _PORT.search(line):
+            if found := told.search(line):
                 return int(found[1])
     raise AssertionError("the process ended without a gRPC port")
 

@@ -172,6 +172,19 @@ async def test_an_oversized_body_is_413_in_json(chunked: bool) -> None:
         await is_well(server)
 
 
+@pytest.mark.parametrize("more", [b"", b"Expect: 100-continue\r\n"])
+@pytest.mark.parametrize("path", [b"/v1/completions", b"/tokenize"])
+async def test_a_body_announced_as_too_large_is_413_before_it_comes(path: bytes, more: bytes) -> None:
+    async with live(limits__body_bytes=1000) as server:
+        client = await RawClient.connect(server.port)
+        client.send(HEAD.replace(b"/v1/completions", path) + more + b"Content-Length: 1000000000\r\n\r\n")
+        status, headers, _ = split(await client.head())
+        assert (status, dict(headers)["connection"]) == (413, "close")
+        assert b"1000 bytes" in await client.read_until(b"}")
+        client.leave("fin")
+        await is_well(server)
+
+
 async def test_an_endless_body_is_cut() -> None:
     async with live(limits__body_bytes=1000) as server:
         client = await RawClient.connect(server.port)

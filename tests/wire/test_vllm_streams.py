@@ -163,6 +163,15 @@ def test_chat_logprobs_and_token_ids() -> None:
     assert made[0]["prompt_token_ids"] == list(generation.prompts[0].token_ids)
 
 
+def test_logprobs_of_held_back_chat_text_come_with_the_next_frame() -> None:
+    generation = plan(chat, {"messages": HELLO, "stream": True, "logprobs": True, "stop": ["banana"]})
+    entries = [LOGPROBS[0]._replace(token=name) for name in ("one", "two", "three", "four")]
+    deltas = [Delta(0, text, (at,), (entries[at],)) for at, text in enumerate(("", " a", "", ""))]
+    _role, *told, _done = stream(chat, generation, *deltas[:3], _last(deltas[3]))
+    names = [[entry["token"] for entry in frame["choices"][0]["logprobs"]["content"]] for frame in told]
+    assert names == [["one", "two"], ["three", "four"]]
+
+
 def test_held_back_chat_text_is_no_frame_unless_token_ids_are_wanted() -> None:
     plain = stream(chat, plan(chat, {"messages": HELLO, "stream": True}), Delta(0, "", (1,)), Delta(0, "", (2,)))
     assert len(plain) == 2

@@ -11,6 +11,7 @@ Words, not token ids, are the contract: a server with another tokenizer writes t
 import re
 import struct
 from collections.abc import Iterator, Sequence
+from functools import cache
 from hashlib import blake2b
 
 from windtunnel.core.words import WORDS
@@ -21,6 +22,8 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _BLOCK = 7
 """Words out of one 64-bit mix: nine bits each."""
 _BITS = 9
+_LANES = 64
+"""Blocks that are mixed at once."""
 _TOKENS_AT_ONCE = 4096
 _WORD_MASK = (1 << _BITS) - 1
 assert len(WORDS) == 1 << _BITS
@@ -61,20 +64,44 @@ def word_indices(identity: int, start: int, count: int) -> list[int]:
     Words 7b … 7b + 6 are the lowest nine bits, the next nine bits, … of the splitmix64 output for identity + (b + 1) x golden.
     """
     first = start // _BLOCK
+    blocks = (start + count - 1) // _BLOCK + 1 - first
     indices: list[int] = []
-    for block in range(first + 1, (start + count - 1) // _BLOCK + 2):
-        mixed = _mix((identity + block * _GOLDEN) & _MASK)
-        indices += (
-            mixed & _WORD_MASK,
-            mixed >> 9 & _WORD_MASK,
-            mixed >> 18 & _WORD_MASK,
-            mixed >> 27 & _WORD_MASK,
-            mixed >> 36 & _WORD_MASK,
-            mixed >> 45 & _WORD_MASK,
-            mixed >> 54 & _WORD_MASK,
-        )
+    for at in range(0, blocks, _LANES):
+        indices += _indices_of_blocks(identity, first + at, min(_LANES, blocks - at))
     skip = start - first * _BLOCK
     return indices[skip : skip + count]
+
+
+def _indices_of_blocks(identity: int, first: int, blocks: int) -> list[int]:
+    """All blocks in one integer, a lane of 128 bits for each: interpreting a bytecode costs more than a long multiplication."""
+    lanes = (identity + first * _GOLDEN & _MASK) * _ones(blocks) + _GOLDEN * _numbers(blocks)
+    mixed = _mix_lanes(lanes, _MASK * _ones(blocks))
+    nine_bits = _WORD_MASK * _ones(blocks)
+    spread = 0
+    for word in range(_BLOCK):
+        spread |= (mixed >> _BITS * word & nine_bits) << 16 * word
+    indices = list(struct.unpack(f"<{8 * blocks}H", spread.to_bytes(16 * blocks, "little")))
+    del indices[_BLOCK::8]
+    return indices
+
+
+@cache
+def _ones(lanes: int) -> int:
+    return sum(1 << 128 * lane for lane in range(lanes))
+
+
+@cache
+def _numbers(lanes: int) -> int:
+    """1 in the lowest lane, 2 in the next, …"""
+    return sum((lane + 1) << 128 * lane for lane in range(lanes))
+
+
+def _mix_lanes(lanes: int, mask: int) -> int:
+    """`_mix` of every lane. Upper halves take what products and shifts leave, until they are masked."""
+    lanes &= mask
+    lanes = ((lanes ^ lanes >> 30) & mask) * 0xBF58476D1CE4E5B9 & mask
+    lanes = ((lanes ^ lanes >> 27) & mask) * 0x94D049BB133111EB & mask
+    return (lanes ^ lanes >> 31) & mask
 
 
 def words(identity: int, start: int, count: int) -> list[str]:

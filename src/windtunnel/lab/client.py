@@ -5,12 +5,16 @@ import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from windtunnel.lab.connection import Connection, ConnectionCut, How, MalformedResponse, Origin, fetch, request_bytes
+from windtunnel.lab.connection import GRPC, HTTP2, Connection, ConnectionCut, How, MalformedResponse, Origin, fetch
 from windtunnel.lab.plan import Api, Moment, Trigger
 from windtunnel.lab.record import Ask, End, StreamRecord
 from windtunnel.lab.target import Target
+
+if TYPE_CHECKING:
+    from windtunnel.lab.grpc_client import GrpcCall, GrpcPool
+    from windtunnel.lab.http2 import Http2Pool, Http2Stream
 
 FRAME_LIMIT_BYTES = 4 * 1024 * 1024
 ERROR_TEXT_LIMIT = 300
@@ -32,6 +36,11 @@ class Session:
     """What whoever reads the result should know, once each."""
     last_closed_ns: int = 0
 
+    links: "Links" = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.links = Links(self.target)
+
     def now_ns(self) -> int:
         return time.monotonic_ns() - self.start_ns
 
@@ -46,6 +55,11 @@ class Leave:
     gate: "Gate | None" = None
     stall_ns: int = 0
     """How long a client that stops reading stays."""
+
+    @property
+    def by_itself(self) -> bool:
+        """The protocol ends the request; nothing is to be waited for and nothing to be done."""
+        return self.how is How.DEADLINE
 
 
 class Gate:
@@ -80,6 +94,13 @@ def request_body(target: Target, ask: Ask) -> bytes:
     return json.dumps({"model": target.model, **prompt, **options}).encode()
 
 
+def described(target: Target, ask: Ask) -> str:
+    """A request in one line, as it would be sent; of a gRPC worker's kind and tokens nothing is known beforehand."""
+    if target.origin.scheme in GRPC:
+        return f"Generate {ask.request_id} stream={ask.stream} n={ask.n} max_tokens={ask.max_tokens} {ask.prompt!r}"
+    return f"POST {target.path(ask.api)} {request_body(target, ask).decode()}"
+
+
 async def run_request(session: Session, ask: Ask, leave: Leave | None = None) -> StreamRecord:
     """Send one request and follow it to its end, or leave it as `leave` says. Every failure of the target is a value."""
     recorder = _Recorder(session, ask)
@@ -111,21 +132,17 @@ def request_headers(target: Target, ask: Ask) -> Mapping[str, str]:
 
 
 async def _exchange(session: Session, recorder: "_Recorder", leave: Leave | None) -> None:
-    target, ask = session.target, recorder.ask
-    body = request_body(target, ask)
-    data = request_bytes("POST", target.origin, target.path(ask.api), request_headers(target, ask), body)
-    killed = leave is not None and leave.how is How.KILL
-    connection = await (Connection.open_in_process if killed else Connection.open)(target.origin)
+    connection = await session.links.open(leave)
     try:
         if leave is not None and leave.when.moment is Moment.INCOMPLETE:
-            await connection.send(data[:-1])
+            await connection.send(recorder.ask, whole=False)
             await _go(connection, recorder, leave, None)
             return
-        await connection.send(data)
+        await connection.send(recorder.ask)
         recorder.state = "sent"
-        reading = asyncio.ensure_future(_read(connection, recorder))
+        reading = asyncio.ensure_future(connection.read(recorder))
         try:
-            await (reading if leave is None else _until_leaving(connection, recorder, leave, reading))
+            await (reading if leave is None or leave.by_itself else _until_leaving(connection, recorder, leave, reading))
         finally:
             await _cancelled(reading)
     finally:
@@ -133,11 +150,11 @@ async def _exchange(session: Session, recorder: "_Recorder", leave: Leave | None
         await connection.closed()
 
 
-_AT_ONCE = frozenset({How.FIN, How.RST, How.KILL})
+_AT_ONCE = frozenset({How.FIN, How.RST, How.KILL, How.RST_STREAM})
 """Ways of leaving that need nothing to be waited for."""
 
 
-async def _until_leaving(connection: Connection, recorder: "_Recorder", leave: Leave, reading: asyncio.Future[None]) -> None:
+async def _until_leaving(connection: "Link", recorder: "_Recorder", leave: Leave, reading: asyncio.Future[None]) -> None:
     if leave.gate is None and leave.how in _AT_ONCE and leave.when.moment in (Moment.TOKENS, Moment.END):
         await _leave_while_reading(connection, recorder, leave, reading)
         return
@@ -153,9 +170,7 @@ async def _until_leaving(connection: Connection, recorder: "_Recorder", leave: L
         await _cancelled(due)
 
 
-async def _leave_while_reading(
-    connection: Connection, recorder: "_Recorder", leave: Leave, reading: asyncio.Future[None]
-) -> None:
+async def _leave_while_reading(connection: "Link", recorder: "_Recorder", leave: Leave, reading: asyncio.Future[None]) -> None:
     """Leaves inside the reading of the token that it waits for: a thousand clients do not queue for a turn of the loop."""
 
     def go() -> None:
@@ -191,14 +206,14 @@ async def _due(recorder: "_Recorder", leave: Leave) -> None:
     recorder.due()
 
 
-async def _go(connection: Connection, recorder: "_Recorder", leave: Leave, reading: asyncio.Future[None] | None) -> None:
+async def _go(connection: "Link", recorder: "_Recorder", leave: Leave, reading: asyncio.Future[None] | None) -> None:
     if leave.how is How.STOP_READING and reading is not None:
         await _cancelled(reading)
         connection.stop_reading()
         await asyncio.sleep(leave.stall_ns / 1e9)
     recorder.left(leave.how)
     if leave.how is How.ABORT_ID:
-        await _abort_by_id(recorder)
+        await connection.abort(recorder)
     else:
         connection.leave(leave.how)
     if leave.how in (How.HALF_CLOSE, How.ABORT_ID) and reading is not None:
@@ -223,7 +238,7 @@ async def _abort_by_id(recorder: "_Recorder") -> None:
     request_id = recorder.response_id or prefix + ask.request_id
     if kind == "vllm" and ask.api is Api.COMPLETIONS:
         request_id += "-0"
-    root = Origin(session.target.origin.scheme, session.target.origin.host, session.target.origin.port)
+    root = Origin(session.target.plain.scheme, session.target.origin.host, session.target.origin.port)
     for path, body in _ABORT_ROUTES[kind]:
         if (await fetch(root, "POST", path, session.target.headers, body(request_id))).status == 200:
             return
@@ -236,7 +251,113 @@ async def _cancelled(task: asyncio.Future[None]) -> None:
     await asyncio.gather(task, return_exceptions=True)
 
 
-async def _read(connection: Connection, recorder: "_Recorder") -> None:
+class Link(Protocol):
+    """The way of one request to the target, whatever is spoken there."""
+
+    async def send(self, ask: Ask, *, whole: bool = True) -> None: ...
+
+    async def read(self, recorder: "_Recorder") -> None:
+        """The answer to its end. Raises ConnectionCut, MalformedResponse or OSError."""
+        ...
+
+    async def abort(self, recorder: "_Recorder") -> None:
+        """Have the request aborted by its id."""
+        ...
+
+    def stop_reading(self) -> None: ...
+
+    def leave(self, how: How) -> None: ...
+
+    async def closed(self) -> None:
+        """After `leave`: what belongs to this request alone is gone."""
+        ...
+
+
+class HttpLink:
+    """One exchange of HTTP/1.1 or HTTP/2."""
+
+    def __init__(self, target: Target, exchange: "Connection | Http2Stream") -> None:
+        self._target = target
+        self._exchange = exchange
+
+    async def send(self, ask: Ask, *, whole: bool = True) -> None:
+        target, headers = self._target, request_headers(self._target, ask)
+        await self._exchange.request(target.origin, target.path(ask.api), headers, request_body(target, ask), whole=whole)
+
+    async def read(self, recorder: "_Recorder") -> None:
+        await _read(self._exchange, recorder)
+
+    async def abort(self, recorder: "_Recorder") -> None:
+        await _abort_by_id(recorder)
+
+    def stop_reading(self) -> None:
+        self._exchange.stop_reading()
+
+    def leave(self, how: How) -> None:
+        self._exchange.leave(how)
+
+    async def closed(self) -> None:
+        await self._exchange.closed()
+
+
+class GrpcLink:
+    """One call."""
+
+    def __init__(self, target: Target, call: "GrpcCall") -> None:
+        self._target = target
+        self._call = call
+
+    async def send(self, ask: Ask, *, whole: bool = True) -> None:
+        assert whole, "plans are checked"
+        self._call.begin(ask, request_headers(self._target, ask))
+
+    async def read(self, recorder: "_Recorder") -> None:
+        await self._call.read(recorder)
+
+    async def abort(self, recorder: "_Recorder") -> None:
+        await self._call.abort(recorder.ask.request_id)
+
+    def stop_reading(self) -> None:
+        """Nothing to do: what nobody takes keeps the stream's window shut."""
+
+    def leave(self, how: How) -> None:
+        self._call.leave(how)
+
+    async def closed(self) -> None:
+        await self._call.closed()
+
+
+class Links:
+    """Owns what the requests to one target share: nothing for HTTP/1.1, otherwise connections or a channel."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._http2: Http2Pool | None = None
+        self._grpc: GrpcPool | None = None
+
+    async def open(self, leave: Leave | None) -> Link:
+        """Raises OSError when nothing answers there."""
+        origin, how = self._target.origin, leave.how if leave is not None else None
+        if origin.scheme in GRPC:
+            from windtunnel.lab.grpc_client import GrpcPool
+
+            self._grpc = self._grpc or GrpcPool(origin)
+            deadline_s = leave.when.after_ns / 1e9 if leave is not None and leave.how is How.DEADLINE else None
+            return GrpcLink(self._target, await self._grpc.open(how, deadline_s))
+        if origin.scheme in HTTP2:
+            from windtunnel.lab.http2 import Http2Pool
+
+            self._http2 = self._http2 or Http2Pool(origin)
+            return HttpLink(self._target, await self._http2.open(how))
+        return HttpLink(self._target, await (Connection.open_in_process if how is How.KILL else Connection.open)(origin))
+
+    async def close(self) -> None:
+        for pool in (self._http2, self._grpc):
+            if pool is not None:
+                await pool.close()
+
+
+async def _read(connection: "Connection | Http2Stream", recorder: "_Recorder") -> None:
     head = await connection.head()
     recorder.head(head.status)
     if recorder.ask.stream and (head.status == 200 or "event-stream" in head.headers.get("content-type", "")):
@@ -313,9 +434,9 @@ class _Recorder:
             self.error = _shorten(data)
         self.response_id = self.response_id or payload.get("id")
         for choice in payload.get("choices") or ():
-            self._choice(choice)
+            self.choice(choice)
 
-    def _choice(self, choice: dict[str, Any]) -> None:
+    def choice(self, choice: dict[str, Any]) -> None:
         index = choice.get("index") or 0
         if choice.get("finish_reason"):
             self._finished.add(index)
@@ -336,9 +457,13 @@ class _Recorder:
     def whole_answer(self, body: bytes) -> None:
         payload = _object(body)
         for choice in payload.get("choices") or ():
-            self._choice(choice)
+            self.choice(choice)
         self._done = True
         self.stream_over(rest=b"")
+
+    def terminated(self) -> None:
+        """The terminator of a stream has come."""
+        self._done = True
 
     def stream_over(self, rest: bytes) -> None:
         if self._end is End.ERROR_FRAME:

@@ -47,6 +47,10 @@ class How(Enum):
     """Stays, and has its request aborted by id."""
     KILL = "kill"
     """The client's process is killed (SIGKILL)."""
+    RST_STREAM = "rst-stream"
+    """HTTP/2 and gRPC: this stream alone is reset (CANCEL), its connection stays. It is what cancelling a gRPC call sends."""
+    DEADLINE = "deadline"
+    """gRPC: the deadline that the call was made with passes."""
 
 
 class ConnectionCut(Exception):
@@ -57,9 +61,18 @@ class MalformedResponse(Exception):
     """The peer sent something that is not HTTP/1.1, or more of it than the limits allow."""
 
 
+TLS = frozenset({"https", "h2", "grpcs"})
+HTTP2 = frozenset({"h2", "h2c"})
+GRPC = frozenset({"grpc", "grpcs"})
+SCHEMES = frozenset({"http", *TLS, *HTTP2, *GRPC})
+
+
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where to connect, and the path prefix that every request gets."""
+    """Where to connect, and the path prefix that every request gets.
+
+    `h2` is HTTP/2 over TLS, `h2c` without (prior knowledge). Whatever is no generation goes by HTTP/1.1 there, too.
+    """
 
     scheme: str
     host: str
@@ -79,11 +92,16 @@ class Origin:
 def parse_origin(url: str) -> Origin:
     """Raises ValueError with the right form in the message."""
     parts = urlsplit(url if "://" in url else f"http://{url}")
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(f"{url!r} is not a base URL: write http://HOST:PORT or https://HOST[:PORT][/PREFIX]")
+    if parts.scheme not in SCHEMES or not parts.hostname:
+        raise ValueError(
+            f"{url!r} is not a base URL: write http://HOST:PORT or https://HOST[:PORT][/PREFIX], h2c:// or h2:// for HTTP/2,"
+            " grpc://HOST:PORT for a gRPC worker"
+        )
     if parts.query or parts.fragment or parts.username:
         raise ValueError(f"{url!r}: a base URL has no query, fragment or user; send keys with --header")
-    port = parts.port or (443 if parts.scheme == "https" else 80)
+    if parts.scheme in GRPC and (parts.port is None or parts.path.strip("/")):
+        raise ValueError(f"{url!r}: a gRPC worker has a port and no path: write {parts.scheme}://HOST:PORT")
+    port = parts.port or (443 if parts.scheme in TLS else 80)
     return Origin(parts.scheme, parts.hostname, port, parts.path.rstrip("/"))
 
 
@@ -123,9 +141,11 @@ class Connection:
         self._process = process
 
     @classmethod
-    async def open(cls, origin: Origin) -> "Connection":
-        """Raises OSError when nothing answers there."""
-        context = ssl.create_default_context() if origin.scheme == "https" else None
+    async def open(cls, origin: Origin, *alpn: str) -> "Connection":
+        """`alpn`: the protocols that are offered over TLS. Raises OSError when nothing answers there."""
+        context = ssl.create_default_context() if origin.scheme in TLS else None
+        if context is not None and alpn:
+            context.set_alpn_protocols(alpn)
         reader, writer = await asyncio.open_connection(origin.host, origin.port, ssl=context, limit=HEAD_LIMIT_BYTES)
         raw = writer.get_extra_info("socket")
         if raw is not None:
@@ -134,9 +154,9 @@ class Connection:
 
     @classmethod
     async def open_in_process(cls, origin: Origin) -> "Connection":
-        """A connection that a process of its own holds (`lab.relay`), so that the process can be killed. Plain HTTP only."""
-        if origin.scheme == "https":
-            raise OSError("kill: a client process of its own speaks plain HTTP only")
+        """A connection that a process of its own holds (`lab.relay`), so that the process can be killed. No TLS."""
+        if origin.scheme in TLS:
+            raise OSError("kill: a client process of its own speaks no TLS")
         pipe = asyncio.subprocess.PIPE
         words = (sys.executable, "-I", "-S", str(_RELAY), origin.host, str(origin.port))
         process = await asyncio.create_subprocess_exec(
@@ -158,6 +178,23 @@ class Connection:
         if raw is not None:
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SMALL_BUFFER_BYTES)
         self._writer.transport.pause_reading()  # type: ignore[attr-defined]  # a stream's transport reads, too
+
+    async def request(self, origin: Origin, path: str, headers: Mapping[str, str], body: bytes, *, whole: bool = True) -> None:
+        """Send a POST; all of it but its last byte unless `whole`."""
+        data = request_bytes("POST", origin, path, headers, body)
+        await self.send(data if whole else data[:-1])
+
+    async def some(self) -> bytes:
+        """What has arrived, as soon as there is something; nothing at the end."""
+        try:
+            return await self._reader.read(_READ_BYTES)
+        except OSError as error:
+            raise ConnectionCut(str(error)) from error
+
+    def write(self, data: bytes) -> None:
+        """Hand over without waiting for room."""
+        if data and not self._writer.transport.is_closing():
+            self._writer.write(data)
 
     async def send(self, data: bytes) -> None:
         self._writer.write(data)

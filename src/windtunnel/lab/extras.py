@@ -10,7 +10,7 @@ from dataclasses import replace
 from windtunnel.core.units import MS, S
 from windtunnel.lab.asks import AskMaker
 from windtunnel.lab.client import Leave, Session, run_request
-from windtunnel.lab.connection import How
+from windtunnel.lab.connection import GRPC, How
 from windtunnel.lab.plan import Moment, Role, Shape, StormPlan, Trigger
 from windtunnel.lab.process_facts import alive
 from windtunnel.lab.record import DirectCheck, DrainRecord, End, KnownPair, StreamRecord
@@ -36,8 +36,10 @@ class Extras:
 
     @property
     def front(self) -> bool:
-        """Whether the target is not itself one of the metrics sources."""
+        """Whether the target is not itself one of the metrics sources; a gRPC worker has them on another port."""
         origin = self._session.target.origin
+        if origin.scheme in GRPC:
+            return False
         return all((url.origin.host, url.origin.port) != (origin.host, origin.port) for url, _ in self._sampler.kinds)
 
     async def learn(self) -> None:

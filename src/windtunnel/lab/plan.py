@@ -2,11 +2,12 @@
 
 import ipaddress
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
 from windtunnel.core.units import MS, S, format_duration, parse_duration_ns
-from windtunnel.lab.connection import How
+from windtunnel.lab.connection import GRPC, HTTP2, How
 
 
 class Role(Enum):
@@ -279,6 +280,7 @@ def check_plan(plan: StormPlan) -> None:
         raise PlanError(f"how: at least one of {_HOWS}")
     if plan.oracle not in ("auto", "on", "off"):
         raise PlanError(f"oracle: {plan.oracle!r} is none of auto, on, off")
+    _check_deadline(plan)
     for trigger in plan.triggers:
         _check_trigger(plan, trigger)
     if plan.hold and (plan.ramp_ns or plan.burst):
@@ -288,6 +290,36 @@ def check_plan(plan: StormPlan) -> None:
     if plan.bystanders and not plan.bystander_kinds:
         raise PlanError("bystander_kinds: empty, but bystanders are asked for")
     _check_limits(plan)
+
+
+_ONLY_HTTP = frozenset({How.HALF_CLOSE, How.KILL})
+
+
+def check_spoken(plan: StormPlan, scheme: str) -> None:
+    """Raises PlanError for what the protocol of the target has no way to do."""
+    hows, moments = set(plan.how), {trigger.moment for trigger in plan.triggers}
+    if scheme in GRPC:
+        if wrong := hows & _ONLY_HTTP:
+            raise PlanError(
+                f"how: {_named(wrong)} is for HTTP; leave a gRPC worker by rst-stream (cancel), deadline, fin or rst"
+            )
+        if Moment.INCOMPLETE in moments:
+            raise PlanError("when: incomplete is for HTTP: a gRPC library sends a request whole")
+        return
+    if How.DEADLINE in hows:
+        raise PlanError("how: deadline is for gRPC: a grpc://HOST:PORT target")
+    if How.RST_STREAM in hows and scheme not in HTTP2:
+        raise PlanError("how: rst-stream is for HTTP/2 and gRPC: an h2c://, h2:// or grpc:// target")
+
+
+def _named(hows: Iterable[How]) -> str:
+    return ", ".join(sorted(how.value for how in hows))
+
+
+def _check_deadline(plan: StormPlan) -> None:
+    by_time = all(trigger.moment is Moment.AFTER for trigger in plan.triggers)
+    if How.DEADLINE in plan.how and (plan.hold or not by_time):
+        raise PlanError("how: deadline is a time from the start: it needs when after:DURATION and no hold")
 
 
 def _check_trigger(plan: StormPlan, trigger: Trigger) -> None:

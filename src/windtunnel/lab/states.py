@@ -60,7 +60,7 @@ class States:
 
     async def look(self) -> None:
         """Find out which sources have `/debug/requests`."""
-        origins = {url.origin for url in self._session.target.metrics} | {self._session.target.origin}
+        origins = {url.origin for url in self._session.target.metrics} | {self._session.target.plain}
         self._origins = tuple([origin for origin in origins if await _live(origin) is not None])
 
     @property

@@ -19,11 +19,21 @@ from dataclasses import dataclass, replace
 from itertools import count
 
 from windtunnel.lab.asks import AskMaker
-from windtunnel.lab.client import Gate, Leave, Session, request_body, run_request
+from windtunnel.lab.client import Gate, Leave, Session, described, run_request
 from windtunnel.lab.connection import ConnectionCut, How, MalformedResponse, fetch
 from windtunnel.lab.extras import Extras
 from windtunnel.lab.oracle_check import Known, check_text, judge
-from windtunnel.lab.plan import Action, BystanderKind, PlanError, Role, Shape, StormPlan, check_plan, start_offsets
+from windtunnel.lab.plan import (
+    Action,
+    BystanderKind,
+    PlanError,
+    Role,
+    Shape,
+    StormPlan,
+    check_plan,
+    check_spoken,
+    start_offsets,
+)
 from windtunnel.lab.record import Ask, BystanderRecord, End, Phase, Sample, StormResult, StreamRecord
 from windtunnel.lab.sampler import Sampler, is_quiet, recognise_sources
 from windtunnel.lab.states import States
@@ -61,6 +71,7 @@ async def run_storm(
     `pid` is the server's process where it is ours to see; a drain needs it.
     """
     check_plan(plan)
+    check_spoken(plan, target.origin.scheme)
     if plan.drain and pid is None:
         raise PlanError("drain: needs the id of the server's process: --server-pid")
     session = Session(target, plan.request_timeout_ns, plan.linger_ns)
@@ -374,7 +385,7 @@ class _Storm:
 
     async def _act(self, action: Action) -> None:
         await asyncio.sleep(action.after_ns / 1e9)
-        origin, status = self.session.target.origin, "no answer"
+        origin, status = self.session.target.plain, "no answer"
         try:
             async with asyncio.timeout(self.session.timeout_ns / 1e9):
                 answer = await fetch(origin, action.method, action.path, self.session.target.headers)
@@ -402,6 +413,7 @@ class _Storm:
             task.cancel()
         await asyncio.gather(*self._acting, return_exceptions=True)
         await self.states.close()
+        await self.session.links.close()
 
     def result(self, interrupted: str | None) -> StormResult:
         baseline = self._baseline or Sample(0, "baseline", 0, 0, {}, {}, None, "not read before the storm ended")
@@ -474,5 +486,5 @@ def describe(target: Target, plan: StormPlan) -> str:
     for ask in planned_asks(plan):
         if ask.role not in seen:
             seen.add(ask.role)
-            lines.append(f"{ask.role.value}: POST {target.path(ask.api)} {request_body(target, ask).decode()}")
+            lines.append(f"{ask.role.value}: {described(target, ask)}")
     return "\n".join(lines)

@@ -9,14 +9,17 @@ Unknown servers are watched through `--watch NAME`.
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from math import isfinite
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from windtunnel.core.units import MS
-from windtunnel.lab.connection import ConnectionCut, MalformedResponse, Origin, fetch, parse_origin
+from windtunnel.lab.connection import GRPC, TLS, ConnectionCut, MalformedResponse, Origin, fetch, parse_origin
 from windtunnel.lab.plan import Api, check_target_allowed, is_local
+
+if TYPE_CHECKING:
+    from windtunnel.lab.grpc_client import Worker
 
 SERIES_LIMIT = 50_000
 
@@ -174,6 +177,13 @@ class Target:
     watch: tuple[str, ...] = ()
     """Further gauges by their full metric name."""
 
+    @property
+    def plain(self) -> Origin:
+        """Where all but generations goes, by HTTP/1.1: the same address, for a gRPC worker its first metrics source."""
+        if self.origin.scheme in GRPC:
+            return self.metrics[0].origin
+        return plain_origin(self.origin)
+
     def path(self, api: Api) -> str:
         """Requests go to the API's path; a base URL that ends in `/v1` already has its first part."""
         return api.path.removeprefix("/v1") if self.origin.prefix.endswith("/v1") else api.path
@@ -182,6 +192,11 @@ class Target:
         """The headers may hold the target's key: a metrics source on another host does not get them."""
         same = origin.host == self.origin.host or (is_local(origin.host) and is_local(self.origin.host))
         return self.headers if same else {}
+
+
+def plain_origin(origin: Origin) -> Origin:
+    """The same address for HTTP/1.1."""
+    return Origin("https" if origin.scheme in TLS else "http", origin.host, origin.port, origin.prefix)
 
 
 class TargetError(RuntimeError):
@@ -279,14 +294,17 @@ def make_target(
 ) -> Target:
     """A target from what a person types; without metrics URLs it is the base's own `/metrics`. Raises ValueError."""
     origin = parse_origin(url)
-    root = Origin(origin.scheme, origin.host, origin.port, origin.prefix.removesuffix("/v1"))
+    root = plain_origin(replace(origin, prefix=origin.prefix.removesuffix("/v1")))
     metrics = tuple(parse_metrics_url(one) for one in metrics_urls) or (MetricsUrl(root),)
     return Target(origin, model, dict(headers or {}), metrics, tuple(watch))
 
 
 async def find_model(target_url: str, headers: Mapping[str, str]) -> str:
-    """The first model id of `/v1/models`. Raises TargetError."""
+    """The first model id of `/v1/models`, or what a gRPC worker calls its model. Raises TargetError."""
     origin = parse_origin(target_url)
+    if origin.scheme in GRPC:
+        return (await _look(origin)).model
+    origin = plain_origin(origin)
     path = "/models" if origin.prefix.endswith("/v1") else "/v1/models"
     try:
         answer = await fetch(origin, "GET", path, headers)
@@ -297,11 +315,22 @@ async def find_model(target_url: str, headers: Mapping[str, str]) -> str:
         raise TargetError(f"{origin.url}{path} does not list a model; name one with --model") from error
 
 
+async def _look(origin: Origin) -> "Worker":
+    from windtunnel.lab.grpc_client import Unusable, look
+
+    try:
+        return await look(origin)
+    except Unusable as error:
+        raise TargetError(f"{origin.url}: {error}") from error
+
+
 async def find_context(target: Target) -> int | None:
     """The context window in tokens that `/v1/models` gives (`max_model_len`, vLLM), or None."""
+    if target.origin.scheme in GRPC:
+        return (await _look(target.origin)).context
     path = "/models" if target.origin.prefix.endswith("/v1") else "/v1/models"
     try:
-        answer = await fetch(target.origin, "GET", path, target.headers)
+        answer = await fetch(target.plain, "GET", path, target.headers)
         cards = json.loads(answer.body)["data"]
         return int(next(card["max_model_len"] for card in cards if card["id"] == target.model))
     except (OSError, ConnectionCut, MalformedResponse, ValueError, LookupError, TypeError, StopIteration):

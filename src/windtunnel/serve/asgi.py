@@ -1,8 +1,9 @@
 """Small ASGI helpers: reading a bounded body, writing JSON."""
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from windtunnel.wire.family import WireError
 from windtunnel.wire.http import error_body
@@ -15,9 +16,11 @@ Endpoint = Callable[[Scope, Receive, Send], Awaitable[None]]
 JSON = b"application/json"
 _DISCARD_FACTOR = 4
 """An oversized body is read and thrown away up to this many times the limit, so that the client gets the 413."""
+_LINGER_S = 5.0
+"""So long the same is done for a body that its head announced as too large, behind the 413."""
 
-
-_UNREAD_BODY = (408, 413)
+_TOO_LARGE = 413
+_UNREAD_BODY = (408, _TOO_LARGE)
 
 
 class BodyTooLarge(Exception):
@@ -32,8 +35,10 @@ class ClientGone(Exception):
     """The client left while its request was being read."""
 
 
-async def read_body(receive: Receive, limit_bytes: int, timeout_s: float) -> bytes:
-    """The whole body, or one of the three exceptions above."""
+async def read_body(receive: Receive, limit_bytes: int, timeout_s: float, declared_bytes: int | None = None) -> bytes:
+    """The whole body, or one of the three exceptions above. One that is `declared_bytes` too large is not read at all."""
+    if declared_bytes is not None and declared_bytes > limit_bytes:
+        raise BodyTooLarge
     parts: list[bytes] = []
     size = 0
     try:
@@ -57,6 +62,31 @@ async def read_body(receive: Receive, limit_bytes: int, timeout_s: float) -> byt
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
+def declared_bytes(scope: Scope) -> int | None:
+    """The `Content-Length`, which the parser has checked."""
+    told = header_of(scope, "content-length")
+    return int(told) if told is not None and told.isdecimal() else None
+
+
+class Unread(NamedTuple):
+    """A request body that may not have been read to its end."""
+
+    receive: Receive
+    limit_bytes: int
+
+
+async def _linger(unread: Unread) -> None:
+    """Read on for a while: a connection closed over unread data is reset, and the answer may be lost with it."""
+    left = _DISCARD_FACTOR * unread.limit_bytes
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_LINGER_S):
+            while left > 0:
+                message = await unread.receive()
+                left -= len(message.get("body", b""))
+                if not message.get("more_body", False):
+                    return
+
+
 def headers_of(scope: Scope) -> Mapping[str, str]:
     """Header names in lower case; of a repeated header the first value counts."""
     headers: dict[str, str] = {}
@@ -72,17 +102,27 @@ def header_of(scope: Scope, name: str) -> str | None:
 
 
 async def send_bytes(
-    send: Send, status: int, body: bytes, content_type: bytes | None = JSON, headers: Iterable[tuple[bytes, bytes]] = ()
+    send: Send,
+    status: int,
+    body: bytes,
+    content_type: bytes | None = JSON,
+    headers: Iterable[tuple[bytes, bytes]] = (),
+    unread: Unread | None = None,
 ) -> None:
     """A whole answer. Header order is the real servers': content-length, content-type.
 
-    After a body that was not read to its end the connection is closed, so that the rest of it is nobody's work.
+    After a body that was not read to its end the connection is closed, so that the rest of it is nobody's work; `unread` is
+    where the rest would come from.
     """
     fields: list[tuple[bytes, bytes]] = [(b"connection", b"close")] if status in _UNREAD_BODY else []
     fields += [(b"content-length", b"%d" % len(body))]
     if content_type is not None:
         fields.append((b"content-type", content_type))
     await send({"type": "http.response.start", "status": status, "headers": [*headers, *fields]})
+    if unread is not None and status == _TOO_LARGE:
+        await send({"type": "http.response.body", "body": body, "more_body": True})
+        await _linger(unread)
+        body = b""
     await send({"type": "http.response.body", "body": body})
 
 

@@ -136,7 +136,8 @@ class ServeConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     grpc_port: int | None = None
-    """None: no gRPC."""
+    """None: no gRPC, or gRPC on the port of HTTP."""
+    grpc_on_http_port: bool = False
     served_model_names: tuple[str, ...] = ()
     tokenizer: str | None = None
     lora_modules: tuple[tuple[str, str], ...] = ()
@@ -198,6 +199,10 @@ class ServeConfig:
     def lora(self) -> bool:
         """Adapters can be served."""
         return bool(self.lora_modules) or self.enable_lora or self.runtime_lora
+
+    @property
+    def grpc(self) -> bool:
+        return self.grpc_port is not None or self.grpc_on_http_port
 
     @property
     def names(self) -> tuple[str, ...]:

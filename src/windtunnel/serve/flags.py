@@ -3,7 +3,9 @@
 Names and defaults are vLLM's where vLLM has the setting. The names of llm-d-inference-sim are accepted as aliases.
 """
 
+import contextlib
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
@@ -26,7 +28,10 @@ Parse = Callable[[Any], Any]
 
 
 def _duration(value: Any) -> int:
-    return parse_duration_ns(value)
+    duration_ns = parse_duration_ns(value)
+    if duration_ns > _LONGEST_S * 10**9:
+        raise ValueError(f"{value} is out of range: it must be at most {_LONGEST_S}s")
+    return duration_ns
 
 
 def _seconds(value: Any) -> int:
@@ -36,7 +41,7 @@ def _seconds(value: Any) -> int:
     try:
         seconds = float(value)
     except ValueError:
-        return parse_duration_ns(value)
+        return _duration(value)
     if not 0 <= seconds <= _LONGEST_S:
         raise ValueError(f"{value} is out of range: it must be between 0 and {_LONGEST_S} seconds")
     return round(seconds * 1e9)
@@ -45,11 +50,20 @@ def _seconds(value: Any) -> int:
 _LONGEST_S = 10**9
 
 
+def _whole(value: Any) -> int:
+    """Of digits, or a number of JSON. Raises ValueError with the value as it was given."""
+    if isinstance(value, int | str) and not isinstance(value, bool):
+        with contextlib.suppress(ValueError):
+            return int(value)
+    raise ValueError(f"{str(value)[:_SHOWN_CHARS]!r} is not a whole number")
+
+
+_SHOWN_CHARS = 100
+
+
 def _integer(low: int, high: int = 1 << 62) -> Parse:
     def parse(value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, int | str):
-            raise ValueError(f"{value!r} is not a whole number")
-        number = int(value)
+        number = _whole(value)
         if not low <= number <= high:
             bound = f" and at most {high}" if high < 1 << 62 else ""
             raise ValueError(f"{number} is out of range: it must be at least {low}{bound}")
@@ -64,9 +78,12 @@ def _optional(parse: Parse) -> Parse:
 
 def _number(low: float, high: float) -> Parse:
     def parse(value: Any) -> float:
-        if isinstance(value, bool):
-            raise ValueError(f"{value!r} is not a number")
-        number = float(value)
+        try:
+            number = math.nan if isinstance(value, bool) else float(value)
+        except (ValueError, TypeError, OverflowError):
+            number = math.nan
+        if math.isnan(number):
+            raise ValueError(f"{str(value)[:_SHOWN_CHARS]!r} is not a number")
         if not low <= number <= high:
             raise ValueError(f"{number} is out of range: it must be between {low} and {high}")
         return number
@@ -139,12 +156,16 @@ def _map_or_array(value: Any) -> str:
     return "map" if _boolean(value) else "array"
 
 
+_LONGEST_ANSWER = 1 << 31
+
+
 def _range(value: Any) -> tuple[int, int]:
-    if isinstance(value, str):
-        value = value.split(":")
-    low, high = (int(part) for part in value)
-    if not 1 <= low <= high:
-        raise ValueError(f"{low}:{high} is not a range: write LOW:HIGH with 1 <= LOW <= HIGH")
+    parts = value.split(":") if isinstance(value, str) else value
+    if not isinstance(parts, list | tuple) or len(parts) != 2:
+        raise ValueError(f"{value!r} is not a range: write LOW:HIGH")
+    low, high = map(_whole, parts)
+    if not 1 <= low <= high <= _LONGEST_ANSWER:
+        raise ValueError(f"{low}:{high} is not a range: write LOW:HIGH with 1 <= LOW <= HIGH <= {_LONGEST_ANSWER}")
     return low, high
 
 
@@ -244,6 +265,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag("host", "host", _text, "address to listen on"),
     Flag("port", "port", _integer(0, 65535), "TCP port; 0 picks a free one"),
     Flag("grpc-port", "grpc_port", _optional(_integer(0, 65535)), "serve gRPC too, on this TCP port; 0 picks a free one"),
+    Flag("grpc-on-http-port", "grpc_on_http_port", _boolean, "serve gRPC on the same port as HTTP", switch=True),
     Flag("grpc", "grpc_port", _grpc_switch, "the same on port 50051, vLLM's own; HTTP stays", switch=True),
     Flag("served-model-name", "served_model_names", _texts, "public model names; the first is used in answers", many=True),
     Flag("tokenizer", "tokenizer", _optional(_text), "folder with tokenizer.json; without it the built-in tokenizer"),
@@ -535,7 +557,19 @@ def check(config: ServeConfig) -> ServeConfig:
         raise UsageError(f"--kv-events-config: {error}") from None
     if bool(config.ssl_certfile) != bool(config.ssl_keyfile):
         raise UsageError("--ssl-certfile and --ssl-keyfile go together")
-    return config
+    return _with_one_port(config)
+
+
+def _with_one_port(config: ServeConfig) -> ServeConfig:
+    """`--grpc-port` equal to `--port` says the same as `--grpc-on-http-port`."""
+    same = config.grpc_port == config.port != 0
+    if not (same or config.grpc_on_http_port):
+        return config
+    if config.grpc_port is not None and not same:
+        raise UsageError(f"--grpc-on-http-port and --grpc-port {config.grpc_port} contradict each other: give one")
+    if config.ssl_certfile:
+        raise UsageError("--grpc-on-http-port serves no TLS: give gRPC a --grpc-port of its own")
+    return replace(config, grpc_port=None, grpc_on_http_port=True)
 
 
 def _check_vllm(config: ServeConfig) -> None:

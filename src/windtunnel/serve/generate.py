@@ -53,7 +53,7 @@ class GenerateRoute:
         except ClientGone:
             return
         except WireError as error:
-            await send_bytes(send, error.status, self._family.error_body(error))
+            await send_bytes(send, error.status, self._family.error_body(error), unread=self._server.unread(receive))
             return
         self._server.load += 1
         try:
@@ -65,7 +65,7 @@ class GenerateRoute:
             self._server.load -= 1
 
     async def _plan(self, scope: Scope, receive: Receive) -> Generation:
-        body = await self._server.body(receive)
+        body = await self._server.body(scope, receive)
         self._server.inject_failure(header_of(scope, RETURN_ERROR))
         plan = partial(self._family.plan, body, headers_of(scope), self._server.env)
         try:

@@ -51,7 +51,7 @@ class GrpcFront:
 
     async def start(self) -> None:
         await self._grpc.start()
-        log.info("gRPC listens on port %d", self.port)
+        log.info("gRPC listens on %s", f"port {self.port}" if self.port else "the port of HTTP")
 
     async def stop(self, grace_s: float = GRACE_S) -> None:
         """Not serving from here on; calls at work have `grace_s`, then they are cancelled."""
@@ -72,8 +72,11 @@ def _options(server: "Server") -> list[tuple[str, int]]:
 
 
 def _bind(server: "Server", listener: Any) -> int:
-    """The port, a free one for 0. Raises UsageError where it cannot be had."""
+    """The port, a free one for 0; 0 for the port of HTTP. Raises UsageError where it cannot be had."""
     config = server.config
+    if server.grpc_relay is not None:
+        listener.add_insecure_port(f"unix:{server.grpc_relay.path}")
+        return 0
     host = f"[{config.host}]" if ":" in config.host else config.host
     address = f"{host}:{config.grpc_port or 0}"
     try:

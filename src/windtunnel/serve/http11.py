@@ -279,6 +279,11 @@ class Connection(HttpToolsProtocol):
             if not line.answered:
                 line.lost()
 
+    def leave_http(self) -> None:
+        """The connection turns out to be of another protocol: whoever takes its transport answers for it from here on."""
+        self.sweeper.forget(self)
+        self.connections.discard(self)
+
     def data_received(self, data: bytes) -> None:
         """A head is limited both by what arrives before it is complete and by what it turns out to hold."""
         if self.transport.is_closing():

@@ -17,8 +17,8 @@ from windtunnel.serve.ranks import Ranks
 from windtunnel.serve.streams import LANE_TEXT_MAX, Answer, Lane
 from windtunnel.serve.telemetry import Metrics
 from windtunnel.wire.family import Generation, WireError
+from windtunnel.wire.http import json_text
 from windtunnel.wire.output import ChoiceState
-from windtunnel.wire.vllm.chunks import json_text
 
 MakeSource = Callable[[Generation, int, int], TokenSource]
 

@@ -16,6 +16,7 @@ from windtunnel.core.vllm.control import DEATH
 from windtunnel.serve.app import build
 from windtunnel.serve.config import ServeConfig, UsageError
 from windtunnel.serve.http11 import HttpLimits, protocol_class
+from windtunnel.serve.shared_port import shared
 from windtunnel.serve.signals import handled_by
 from windtunnel.serve.state import Server
 from windtunnel.wire.family import WireError
@@ -28,7 +29,7 @@ log = logging.getLogger("windtunnel.serve")
 _LAST_WRITES_S = 5
 """After the drain: how long connections have to take their last bytes."""
 _FOR_EVER_NS = 1 << 62
-_GC_THRESHOLDS = (50_000, 25, 25)
+GC_THRESHOLDS = (50_000, 25, 25)
 
 
 class SimulatorProcess(uvicorn.Server):
@@ -122,7 +123,7 @@ async def serve(config: ServeConfig) -> None:
     log.info("windtunnel %s: %s", os.getpid(), json.dumps(server.effective_config()))
     gc.collect()
     gc.freeze()
-    gc.set_threshold(*_GC_THRESHOLDS)
+    gc.set_threshold(*GC_THRESHOLDS)
     watchdog = asyncio.create_task(process.watch())
     try:
         process.grpc = await _grpc_front(server)
@@ -137,7 +138,7 @@ async def serve(config: ServeConfig) -> None:
 
 
 async def _grpc_front(server: Server) -> "GrpcFront | None":
-    if server.config.grpc_port is None:
+    if not server.config.grpc:
         return None
     from windtunnel.serve import grpc_front
 
@@ -146,13 +147,14 @@ async def _grpc_front(server: Server) -> "GrpcFront | None":
 
 def uvicorn_config(config: ServeConfig, server: Server) -> uvicorn.Config:
     limits = config.limits
-    http = HttpLimits(limits.head_bytes, limits.head_timeout_ns / 1e9, write_buffer_bytes=limits.write_buffer_bytes)
+    http_limits = HttpLimits(limits.head_bytes, limits.head_timeout_ns / 1e9, write_buffer_bytes=limits.write_buffer_bytes)
+    http = protocol_class(http_limits)
     return uvicorn.Config(
         build(server),
         host=config.host,
         port=config.port,
         limit_concurrency=limits.connections + 1,
-        http=protocol_class(http),
+        http=http if server.grpc_relay is None else shared(http, server.grpc_relay),
         ws="none",
         lifespan="off",
         proxy_headers=False,

@@ -27,6 +27,7 @@ from windtunnel.serve.operator import OperatorState
 from windtunnel.serve.planning import Planner
 from windtunnel.serve.ranks import Balancer, Ranks
 from windtunnel.serve.seams import Seams, load
+from windtunnel.serve.shared_port import GrpcRelay
 from windtunnel.serve.sources import SourceMaker
 from windtunnel.serve.stored import BackgroundRuns, StoredResponses
 from windtunnel.serve.streams import StreamedAnswer
@@ -69,6 +70,7 @@ class Server:
             self.seams.engine(self.flavour.engine(self._engine_config(config), make_pacing(config.pacing, chance), chance))
             for chance in self._chances
         )
+        self.grpc_relay = GrpcRelay(config.limits.connections) if config.grpc_on_http_port else None
         self._pacing = make_pacing(config.pacing, self._chances[0])
         self.history = RequestHistory(config.limits.history)
         self.metrics: Any = self.flavour.metrics(config, self.engine.config)
@@ -114,15 +116,19 @@ class Server:
         """Until no job is at work or the operator has resumed the engine."""
         await self.operator.idle_or_resumed(asyncio.ensure_future(self.jobs.idle()))
 
-    async def body(self, receive: asgi.Receive) -> bytes:
+    async def body(self, scope: asgi.Scope, receive: asgi.Receive) -> bytes:
         """A bounded request body; raises WireError (413, 408) or ClientGone."""
         limits = self.config.limits
         try:
-            return await asgi.read_body(receive, limits.body_bytes, limits.body_timeout_ns / 1e9)
+            timeout_s = limits.body_timeout_ns / 1e9
+            return await asgi.read_body(receive, limits.body_bytes, timeout_s, asgi.declared_bytes(scope))
         except asgi.BodyTooLarge:
             raise body_too_large(limits.body_bytes) from None
         except asgi.BodyTimeout:
             raise WireError("The request body did not arrive in time.", 408, "RequestTimeout") from None
+
+    def unread(self, receive: asgi.Receive) -> asgi.Unread:
+        return asgi.Unread(receive, self.config.limits.body_bytes)
 
     def inject_failure(self, asked: str | None) -> None:
         """Raises WireError for a request that is to fail on purpose."""
@@ -152,6 +158,8 @@ class Server:
         self.planner.close()
         for publisher in self.publishers:
             publisher.close()
+        if self.grpc_relay is not None:
+            self.grpc_relay.close()
 
     def _make_ranks(self) -> Ranks:
         """Each rank's steps go to the shared observers and, with KV events, to its own publisher."""

@@ -134,6 +134,7 @@ class SamplingPlan:
     n: int = 1
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    stop_regex: tuple[str, ...] = ()
     include_stop_str: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True

@@ -11,6 +11,7 @@ import contextlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from json.encoder import encode_basestring
 from typing import Any, TypeVar
 
 import msgspec
@@ -164,6 +165,11 @@ def _is_tag(part: str) -> bool:
 def dumps(value: Any) -> bytes:
     """Compact JSON in UTF-8, as the real servers write it."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+
+
+def json_text(text: str) -> bytes:
+    """A JSON string in UTF-8; what is no Unicode becomes U+FFFD's ASCII stand-in."""
+    return encode_basestring(text).encode("utf-8", "replace")
 
 
 def openai_error(error: WireError) -> dict[str, Any]:

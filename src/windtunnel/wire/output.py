@@ -6,6 +6,8 @@ Rules, as vLLM's output processor and detokenizer have them (vLLM reference §2.
   `include_stop_str` nothing is held back.
 * A sequence that the engine ended with `stop` does not show its last token (EOS or a stop token id), but counts it.
 * A stop string is looked for only in text of tokens after `min_tokens`; the first stop string of the list that is found wins.
+* A stop regex (SGLang) is looked for in the last characters, as many as it can match but at most `REGEX_WINDOW_CHARS`; what it
+  matched is shown, and nothing is held back for it.
 * Bytes of an unfinished character at the end of an answer are dropped.
 * Every engine output that brings tokens is a delta, even when its text is still held back.
 """
@@ -15,7 +17,9 @@ from hashlib import blake2b
 
 from windtunnel.core.tokenizer import Detokenizer, Tokenizer
 from windtunnel.wire.family import ChoiceResult, Delta, SamplingPlan, TokenLogprob
+from windtunnel.wire.synth.regex import compiled
 
+REGEX_WINDOW_CHARS = 256
 REPETITION_STOP_REASON = "repetition_detected"
 
 
@@ -32,6 +36,25 @@ def merge(first: Delta, second: Delta) -> Delta:
         second.finish_reason,
         second.stop_reason,
     )
+
+
+class HeldLogprobs:
+    """Logprobs on their way out: those of held back text make no frame of their own and leave with the next one."""
+
+    __slots__ = ("_held",)
+
+    def __init__(self, choices: int) -> None:
+        self._held: list[tuple[TokenLogprob, ...]] = [()] * choices
+
+    def hold(self, delta: Delta) -> None:
+        self._held[delta.index] += delta.logprobs or ()
+
+    def any(self, index: int) -> bool:
+        return bool(self._held[index])
+
+    def release(self, index: int) -> tuple[TokenLogprob, ...]:
+        released, self._held[index] = self._held[index], ()
+        return released
 
 
 def find_stop(text: str, searched_from: int, stops: Sequence[str]) -> tuple[str, int] | None:
@@ -91,6 +114,7 @@ class ChoiceState:
         "_kept_logprobs",
         "_kept_text",
         "_kept_tokens",
+        "_look_back",
         "_pending",
         "_plain",
         "_plain_only",
@@ -127,8 +151,9 @@ class ChoiceState:
         self._plain = tokenizer.plain_text
         self._detokenizer: Detokenizer | None = None
         """None while every token so far stood for itself."""
-        self._plain_only = not sampling.stop and sampling.logprobs is None and stream_interval == 1
+        self._plain_only = not (sampling.stop or sampling.stop_regex) and sampling.logprobs is None and stream_interval == 1
         self._hold = max((len(stop) for stop in sampling.stop), default=1) - 1
+        self._look_back = max(self._hold, REGEX_WINDOW_CHARS if sampling.stop_regex else 0)
         self._interval = stream_interval
         self._pending: Delta | None = None
         self._tail = ""
@@ -187,7 +212,7 @@ class ChoiceState:
         self.completion_tokens += len(token_ids) - len(shown)
         if finish_reason == "repetition":
             stop_reason = REPETITION_STOP_REASON
-        found = self._find_stop(searched_from)
+        found = self._find_stop(searched_from) or self._find_regex(searched_from)
         if found is not None:
             self.stopped_by, finish_reason, stop_reason = found, "stop", found
         self.finish_reason, self.stop_reason = finish_reason, stop_reason
@@ -229,12 +254,19 @@ class ChoiceState:
         self._tail = self._tail[: at + len(stop) if self._sampling.include_stop_str else at]
         return stop
 
+    def _find_regex(self, searched_from: int) -> str | None:
+        for pattern in self._sampling.stop_regex:
+            regex = compiled(pattern)
+            if regex.search(self._tail[max(0, searched_from + 1 - min(regex.longest_chars, REGEX_WINDOW_CHARS)) :]):
+                return pattern
+        return None
+
     def _take(self, finished: bool) -> str:
         """Text that may leave; keeps what a later stop string could still claim."""
         held = 0 if finished or self._sampling.include_stop_str else self._hold
         end = max(len(self._tail) - held, self._tail_sent)
         text = self._tail[self._tail_sent : end]
-        cut = max(0, min(end, len(self._tail) - self._hold))
+        cut = max(0, min(end, len(self._tail) - self._look_back))
         self._tail, self._tail_sent = self._tail[cut:], end - cut
         return text
 

@@ -725,6 +725,67 @@ def test_what_is_about_to_expire_is_not_read() -> None:
     pair.rest()
 
 
+# What earlier releases did
+
+
+def leaving_pair(**more: Any) -> Pair:
+    """A client leaves while its decode reads; a bystander takes what is free and computes its prompt in many small steps."""
+    pair = Pair(decode={"num_blocks": 12, "max_model_len": 128, "max_num_batched_tokens": 4}, **more)
+    pair.decode("a", pair.prefill("a"))
+    pair.run(lambda: len(pair.d.mover) == 1)
+    pair.submit(pair.d, request("bystander", 120, 8, ignore_eos=True))
+    pair.abort(pair.d, "a-d")
+    pair.run()
+    return pair
+
+
+def test_blocks_freed_on_abort_are_written_into_for_somebody_else() -> None:
+    """vLLM #32255 as it was; nothing in the metrics."""
+    pair = leaving_pair(decode_kv={"free_on_abort": True})
+    assert len(pair.d.tokens["bystander"]) == 8 and pair.d.tokens["bystander"] != answer("bystander")
+    assert pair.d.finish["bystander"] is FinishReason.LENGTH and not any(pair.d.counters.values())
+    pair.rest()
+
+
+def test_kept_until_the_transfer_ends_they_are_nobody_s() -> None:
+    pair = leaving_pair()
+    assert pair.d.tokens["bystander"] == answer("bystander")
+    pair.rest()
+
+
+def test_a_transfer_into_freed_blocks_that_fails_harms_nobody() -> None:
+    pair = leaving_pair(decode_kv={"free_on_abort": True}, fate=lambda _write: Fate("fail", 20_000))
+    assert pair.d.tokens["bystander"] == answer("bystander")
+    pair.rest()
+
+
+def test_an_end_that_is_not_noticed_keeps_the_blocks_for_good() -> None:
+    """vllm-ascend #16662."""
+    pair = Pair(decode_kv={"forget_on_abort": True})
+    pair.decode("a", pair.prefill("a"))
+    pair.run(lambda: len(pair.d.mover) == 1)
+    pair.abort(pair.d, "a-d")
+    pair.run()
+    assert pair.d.used_blocks == 7 and pair.p.used_blocks == 0
+    pair.both("b")
+    assert pair.d.tokens["b-d"] == answer("b")
+
+
+def test_an_ordered_reaper_waits_for_the_oldest() -> None:
+    """vLLM #58222: the expiry counter moves in bursts."""
+    pair = Pair(prefill_kv={"ordered_reaper": True})
+    pair.prefill("old")
+    pair.prefill("new")
+    started_ns = pair.now_ns
+    pair.run(limit_ns=started_ns + 29 * MS)
+    pair.tell(pair.p, Arrived(Heartbeat(("old-p",))))
+    pair.run(limit_ns=started_ns + 48 * MS)
+    assert pair.p.engine.outstanding()["holds"] == 2 and not pair.p.counters["nixl_num_kv_expired_reqs"]
+    pair.run()
+    assert pair.now_ns == started_ns + 49 * MS and pair.p.counters["nixl_num_kv_expired_reqs"] == 2
+    pair.rest()
+
+
 # Configuration
 
 

@@ -310,3 +310,68 @@ def test_tools_without_a_parser_flag_are_taken_by_messages() -> None:
     asked = HELLO | {"model": "x", "max_tokens": 500, "tools": [tool], "tool_choice": {"type": "tool", "name": "f"}}
     assert '"name": "f"' in str(plan(messages, asked).answer_text)
     assert plan(messages, asked | {"tool_choice": {"type": "auto"}}).answer_text is None
+
+
+def deltas_of(generation: Generation, *parts: tuple[int, ...], finish: str | None = None) -> list[Delta]:
+    choice = ChoiceState(0, 0, generation.sampling, TOKENIZER, keep=False)
+    made = [choice.push(part, finish if at == len(parts) - 1 else None) for at, part in enumerate(parts)]
+    return [delta for delta in made if delta is not None]
+
+
+def test_logprobs_of_held_back_chat_text_come_with_a_later_event() -> None:
+    generation = plan(chat, HELLO | {"stream": True, "logprobs": True, "stop": [" holly orange"]})
+    words = [tuple(TOKENIZER.encode(word, add_special_tokens=False)) for word in (" a", " holly", " orange", " x")]
+    encoder = chat.encoder(generation)
+    made = deltas_of(generation, *words[:3])
+    assert made[-1].finish_reason == "stop"
+    told = events(b"".join(encoder.delta(delta, Usage(4, 3)) for delta in made) + encoder.close(Usage(4, 3)))
+    lists = [one["choices"][0]["logprobs"] for one in told[:-1] if one["choices"]]
+    tokens = [entry["token"] for logprobs in lists if logprobs for entry in logprobs["content"]]
+    assert tokens == [" a", " holly", " orange"]
+
+
+def test_a_streamed_echo_has_the_logprobs_of_the_prompt_in_front() -> None:
+    body = {"prompt": " apple banana", "echo": True, "logprobs": 0, "stream": True}
+    generation = plan(completions, body)
+    made = deltas_of(generation, *((token,) for token in TOKENIZER.encode(" holly orange", add_special_tokens=False)))
+    encoder = completions.encoder(generation)
+    told = events(b"".join(encoder.delta(delta, Usage(2, 2)) for delta in made))
+    first, second = (one["choices"][0] for one in told)
+    assert first["text"] == " apple banana holly"
+    assert first["logprobs"]["tokens"] == [" apple", " banana", " holly"]
+    assert first["logprobs"]["token_logprobs"][0] is None
+    assert first["logprobs"]["text_offset"] == [0, 6, 13]
+    assert second["logprobs"]["tokens"] == [" orange"] and second["logprobs"]["text_offset"] == [19]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text", "matched"),
+    [
+        ("ora(n|m)ge", " a holly orange", "ora(n|m)ge"),
+        (["x+", "y o"], " a holly orange", "y o"),
+        ("^nothing$", " a holly orange x", None),
+    ],
+)
+def test_a_stop_regex_ends_the_answer_and_stays_in_its_text(pattern: Any, text: str, matched: str | None) -> None:
+    generation = plan(native, {"text": "hi", "stream": True, "sampling_params": {"stop_regex": pattern, "max_new_tokens": 4}})
+    tokens = TOKENIZER.encode(" a holly orange x", add_special_tokens=False)
+    choice = ChoiceState(0, 0, generation.sampling, TOKENIZER, keep=False)
+    said = ""
+    for token in tokens:
+        delta = choice.push((token,))
+        assert delta is not None
+        said += delta.text
+        if delta.finish_reason:
+            break
+    assert (said, choice.stopped_by) == (text, matched)
+    assert native.finish_object(choice.finish_reason, choice.stop_reason, 3) == (
+        {"type": "stop", "matched": matched} if matched else None
+    )
+
+
+@pytest.mark.parametrize(("pattern", "word"), [("(", "invalid regex"), ("(?=a)b", "not supported"), (["a"] * 65, "64")])
+def test_a_stop_regex_that_cannot_be_is_a_400(pattern: Any, word: str) -> None:
+    status, told = refused(native, {"text": "hi", "sampling_params": {"stop_regex": pattern}})
+    assert status == 400 and word in json.dumps(told)
+    status, told = refused(chat, HELLO | {"stop_regex": pattern})
+    assert status == 400 and word in json.dumps(told)

@@ -10,19 +10,21 @@ Rules this file lives by:
 * Several blocks may carry one hash (two sequences computed the same prompt at once). `BlockRemoved` is published when
   the last of them goes, so that a replayed event stream equals the set of cached hashes.
 
-Every operation costs O(blocks named in the call). A cached block costs about 180 bytes: the digest, two dictionary words and
-its places in four arrays.
+Every operation costs O(blocks named in the call). A cached block costs about 230 bytes: the digest, two dictionary words, its
+places in four lists and the numbers that stand there. (Arrays of C integers are smaller, but each look into one makes a number,
+and a prompt of 100,000 tokens takes ten thousand looks while everybody waits.)
 """
 
-from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import takewhile
 
 from windtunnel.core.kv.hashing import ExtraKey
 from windtunnel.core.kv.tiers import HostTier
 from windtunnel.core.outputs import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 
 NULL_BLOCK = 0
+_LOOKUP_AT_ONCE = 256
 
 
 class BlockPool:
@@ -41,12 +43,15 @@ class BlockPool:
         """For each block somebody watches (`watch`): how often it has been handed out since."""
         self._events: list[KvEvent] = []
         self.tier = HostTier(host_blocks, block_size, self._events if collect_events else None) if host_blocks else None
-        self._refs = array("i", bytes(4 * num_blocks))
+        self._refs = [0] * num_blocks
         self._hash_of: list[bytes | None] = [None] * num_blocks
-        self._cached: dict[bytes, int | list[int]] = {}
+        self._cached: dict[bytes, int] = {}
+        self._copies: dict[bytes, list[int]] = {}
+        """Further blocks of a hash, in the order in which they were entered."""
+        numbers = list(range(num_blocks + 1))
         # Entry `num_blocks` is the list's head: its next is the front, its previous the back.
-        self._next = array("i", [*range(1, num_blocks + 1), 1])
-        self._prev = array("i", [0, num_blocks, *range(1, num_blocks)])
+        self._next = [*numbers[1:], 1]
+        self._prev = [0, num_blocks, *numbers[1:-1]]
 
     @property
     def usable_blocks(self) -> int:
@@ -64,12 +69,14 @@ class BlockPool:
     def lookup(self, hashes: Sequence[bytes], limit: int) -> list[int]:
         """The blocks of the longest cached prefix, at most `limit`. They are not held until `touch`."""
         found: list[int] = []
-        cached = self._cached
-        for at in range(min(limit, len(hashes))):
-            entry = cached.get(hashes[at])
-            if entry is None:
+        block_of = self._cached.__getitem__
+        for at in range(0, min(limit, len(hashes)), _LOOKUP_AT_ONCE):
+            part = hashes[at : min(at + _LOOKUP_AT_ONCE, limit)]
+            try:
+                found += list(map(block_of, part))
+            except KeyError:
+                found += map(block_of, takewhile(self._cached.__contains__, part))
                 break
-            found.append(entry if isinstance(entry, int) else entry[0])
         return found
 
     def lookup_tiers(self, hashes: Sequence[bytes], limit: int) -> list[int]:
@@ -87,7 +94,7 @@ class BlockPool:
     def idle_among(self, blocks: Iterable[int]) -> int:
         """How many of these are on the free list, so that touching them takes memory."""
         refs = self._refs
-        return [refs[block] for block in blocks].count(0)
+        return list(map(refs.__getitem__, blocks)).count(0)
 
     def touch(self, blocks: Iterable[int]) -> None:
         """One more owner for each; a free one leaves the free list. Written out: a long prompt hits thousands."""
@@ -164,7 +171,7 @@ class BlockPool:
             assert self._hash_of[block] is None, f"block {block} is published already"
             self._hash_of[block] = digest
             if self._cached.setdefault(digest, block) != block:
-                self._add_copy(digest, block)
+                self._copies.setdefault(digest, []).append(block)
         if self.tier is not None:
             self.tier.drop(hashes[first:stop])
         self.version += 1
@@ -187,6 +194,7 @@ class BlockPool:
             return False
         self._hash_of = [None] * self.num_blocks
         self._cached.clear()
+        self._copies.clear()
         if self.tier is not None:
             self.tier.clear()
         if self.collects_events:
@@ -201,22 +209,18 @@ class BlockPool:
         self._events.clear()
         return events
 
-    def _add_copy(self, digest: bytes, block: int) -> None:
-        entry = self._cached[digest]
-        if isinstance(entry, int):
-            self._cached[digest] = [entry, block]
-        else:
-            entry.append(block)
-
     def _evict(self, block: int) -> None:
         digest = self._hash_of[block]
         assert digest is not None
         self._hash_of[block] = None
-        entry = self._cached[digest]
-        if isinstance(entry, list):
-            entry.remove(block)
-            if len(entry) == 1:
-                self._cached[digest] = entry[0]
+        copies = self._copies.get(digest)
+        if copies:
+            if self._cached[digest] == block:
+                self._cached[digest] = copies.pop(0)
+            else:
+                copies.remove(block)
+            if not copies:
+                del self._copies[digest]
             return
         del self._cached[digest]
         if self.collects_events:
@@ -257,8 +261,7 @@ class BlockPool:
         return f"block {block}: {self._refs[block]} references, {owners.get(block, 0)} owners"
 
     def _check_cache(self) -> None:
-        entries = [(digest, [entry] if isinstance(entry, int) else entry) for digest, entry in self._cached.items()]
-        for digest, blocks in entries:
-            assert all(self._hash_of[block] == digest for block in blocks), "a cache entry names a block of another hash"
+        entries = [(digest, [block, *self._copies.get(digest, ())]) for digest, block in self._cached.items()]
         cached = sum(len(blocks) for _digest, blocks in entries)
+        assert all(self._copies.values()) and self._copies.keys() <= self._cached.keys(), "copies of nothing"
         assert cached == sum(digest is not None for digest in self._hash_of), "a hashed block is not in the cache"

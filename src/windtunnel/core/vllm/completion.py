@@ -1,10 +1,16 @@
 """What follows the model's part of a step: tokens, stops, published blocks (vLLM reference §5.2)."""
 
+from itertools import repeat
+from operator import attrgetter
+from typing import cast
+
 from windtunnel.core.lifecycle import Event, State
 from windtunnel.core.outputs import TokenOutput
 from windtunnel.core.vllm.scheduler import VllmScheduler
 from windtunnel.core.vllm.sequence import VllmSequence
 from windtunnel.core.vllm.step import Step
+
+_feed = attrgetter("feed")
 
 
 class Completion:
@@ -28,28 +34,31 @@ class Completion:
         return self._outputs
 
     def _decode(self) -> None:
-        append = self._outputs.append
-        for sequence in self._step.decoding:
-            quiet = sequence.quiet
-            if quiet > 1:
-                sequence.quiet = quiet - 1
-                append(next(sequence.feed))
-            elif sequence.run_order >= 0 and sequence.abort_step < 0:
-                self._decode_last_planned(sequence)
-            else:
-                self._scheduler.kv_tokens -= 1
-        self._scheduler.kv_tokens += len(self._step.decoding)
+        """Most sequences have a prepared output and nothing else to do: they cost no line of Python."""
+        decoding = self._step.decoding
+        outputs: list[TokenOutput | None] = list(map(next, map(_feed, decoding), repeat(None)))
+        self._scheduler.kv_tokens += len(decoding)
+        closer = [at for at, output in enumerate(outputs) if output is None]
+        for at in closer:
+            outputs[at] = self._decode_closely(decoding[at])
+        for at in reversed(closer):
+            if outputs[at] is None:
+                del outputs[at]
+        self._outputs = cast(list[TokenOutput], outputs)
 
-    def _decode_last_planned(self, sequence: VllmSequence) -> None:
-        if sequence.quiet:
-            sequence.quiet = 0
-            self._outputs.append(next(sequence.feed))
-            self._scheduler.publish(sequence)
-            sequence.next_block(self._scheduler.config.block_size)
-        else:
+    def _decode_closely(self, sequence: VllmSequence) -> TokenOutput | None:
+        """The last token of a block, or one behind which nothing is planned. None: the sequence has left meanwhile."""
+        if sequence.run_order < 0 or sequence.abort_step >= 0:
+            self._scheduler.kv_tokens -= 1
+            return None
+        if not sequence.block_end:
             sequence.computed_at_end += 1
             self._scheduler.publish(sequence)
-            self._emit(sequence)
+            return self._emit(sequence)
+        output = sequence.end_block()
+        self._scheduler.publish(sequence)
+        sequence.next_block(self._scheduler.config.block_size)
+        return output
 
     def _prefill(self, sequence: VllmSequence, tokens: int) -> None:
         sequence.computed_at_end += tokens
@@ -60,25 +69,26 @@ class Completion:
             if sequence.prefilling:
                 sequence.prefilling = False
                 self.first_tokens.append(sequence)
-            self._emit(sequence)
+            output = self._emit(sequence)
+            if output is not None:
+                self._outputs.append(output)
 
-    def _emit(self, sequence: VllmSequence) -> None:
+    def _emit(self, sequence: VllmSequence) -> TokenOutput | None:
         config = self._scheduler.config
         output = sequence.next_token(config.eos_token_id)
-        if output.finish_reason is not None:
-            self._finish(sequence, output)
-            return
-        self._outputs.append(output)
-        sequence.plan(config.block_size)
+        if output.finish_reason is None:
+            sequence.plan(config.block_size)
+            return output
+        return self._finish(sequence, output)
 
-    def _finish(self, sequence: VllmSequence, output: TokenOutput) -> None:
-        """End a running sequence with its last output."""
+    def _finish(self, sequence: VllmSequence, output: TokenOutput) -> TokenOutput:
+        """End a running sequence; its last output as it is told."""
         assert output.finish_reason is not None
-        self._outputs.append(output)
         self._scheduler.remove(sequence)
         detail: dict[str, int | str] = {"reason": output.finish_reason.value, "output_tokens": len(sequence.output)}
         self._scheduler.log.record(sequence, Event.FINISH, self._now_ns, detail)
         self.ended.append(sequence)
+        return output
 
     def _await_turns(self) -> None:
         scheduler = self._scheduler

@@ -88,9 +88,8 @@ class RunSequence(VllmSequence):
         left = self.wake_step - self.clock.steps
         return left if left > 0 else 0  # noqa: FURB136 (read for every sequence awake; max() takes twice as long)
 
-    @quiet.setter
-    def quiet(self, left: int) -> None:
-        self.wake_step = self.clock.steps + left
+    def _forget_plan(self) -> None:
+        self.wake_step = self.clock.steps
 
     def plan(self, block_size: int) -> None:
         """Plan the tokens until it may end: none of them stops it. At most until a watched token."""
@@ -361,20 +360,21 @@ class RunCompletion(Completion):
                 sequence.computed_at_end += 1
                 scheduler.kv_tokens += 1
                 scheduler.publish(sequence)
-                self._emit(sequence)
+                output = self._emit(sequence)
+                if output is not None:
+                    self._outputs.append(output)
             else:
                 scheduler.publish_next(sequence)
 
-    def _emit(self, sequence: VllmSequence) -> None:
+    def _emit(self, sequence: VllmSequence) -> TokenOutput | None:
+        """None where the token leaves in a run."""
         scheduler, run_sequence = cast(RunScheduler, self._scheduler), cast(RunSequence, sequence)
         config = scheduler.config
         output = sequence.next_token(config.eos_token_id)
         made = len(sequence.output)
         if output.finish_reason is not None:
-            self._finish(run_sequence, output)
-            return
+            return self._finish(run_sequence, output)
         if made == 1:
-            self._outputs.append(output)
             run_sequence.sent = 1
         else:
             scheduler.in_runs += 1
@@ -383,12 +383,13 @@ class RunCompletion(Completion):
         sequence.plan(config.block_size)
         if sequence.quiet:
             scheduler.doze(run_sequence)
+        return output if made == 1 else None
 
-    def _finish(self, sequence: VllmSequence, output: TokenOutput) -> None:
+    def _finish(self, sequence: VllmSequence, output: TokenOutput) -> TokenOutput:
         """The run before the last token, and then the last token as an output of its own."""
         scheduler = cast(RunScheduler, self._scheduler)
         scheduler.flush(cast(RunSequence, sequence), tokens_behind=len(output.token_ids), steps_behind=1)
-        super()._finish(sequence, output)
+        return super()._finish(sequence, output)
 
 
 class QuickHasher(BlockHasher):

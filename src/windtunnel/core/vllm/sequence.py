@@ -1,13 +1,15 @@
 """One sequence inside the vLLM engine.
 
 Most tokens are dull: nothing stops there. `plan` finds how many dull tokens come next and prepares their outputs, so that a
-step costs a dull sequence one countdown: `quiet` counts to the end of the block under way, and `beyond` are planned behind it.
-Meanwhile `output` and `computed_at_end` stand where they will be at the end of the plan; the properties give the present.
+step costs a dull sequence one `next(feed)`: `quiet` outputs lead to the end of the block under way, and `beyond` are planned
+behind it. The last of a block (`block_end`) is not in the feed, because the block is published with it. Meanwhile `output`
+and `computed_at_end` stand where they will be at the end of the plan; the properties give the present.
 """
 
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import repeat
+from operator import length_hint
 
 from windtunnel.core.kv.hashing import BlockHasher, ExtraKeys
 from windtunnel.core.lifecycle import State
@@ -17,6 +19,9 @@ from windtunnel.core.vllm.config import VllmEngineConfig
 
 _PLAN_TOKENS = 64
 _NO_OUTPUTS: Iterator[TokenOutput] = iter(())
+_NO_TOKENS: Iterator[tuple[int, ...]] = iter(())
+_NO_IDS = repeat("", 0)
+_NONE = repeat(None)
 _new_output = partial(tuple.__new__, TokenOutput)
 
 
@@ -25,9 +30,12 @@ class VllmSequence:
 
     __slots__ = (
         "abort_step",
+        "_ahead",
+        "_left",
         "admitted",
         "arrived",
         "beyond",
+        "block_end",
         "blocks",
         "cached_tokens",
         "computed_at_end",
@@ -40,7 +48,6 @@ class VllmSequence:
         "prefilling",
         "prompt_len",
         "published",
-        "quiet",
         "ready_at_ns",
         "request",
         "request_id",
@@ -69,9 +76,13 @@ class VllmSequence:
         """Blocks of this sequence that stand in the prefix cache."""
         self.output: list[int] = []
         self.computed_at_end = 0
-        self.quiet = 0
         self.beyond = 0
         self.feed = _NO_OUTPUTS
+        self.block_end = False
+        """One more planned output follows the feed and ends a block or the plan."""
+        self._left = _NO_IDS
+        """As long as the rest of the feed, which it ends."""
+        self._ahead = _NO_TOKENS
         self.roomy = False
         """Decodes, and its last block takes the next token: the scheduler need not look closer."""
         self.cached_tokens = 0
@@ -84,6 +95,11 @@ class VllmSequence:
         self.notify_abort = False
         self.output_limit = min(request.max_tokens, max(1, config.max_model_len - self.prompt_len))
         self.stops = _stop_tokens(request, config)
+
+    @property
+    def quiet(self) -> int:
+        """Planned outputs up to the end of the block under way."""
+        return length_hint(self._left) + self.block_end
 
     @property
     def computed(self) -> int:
@@ -121,8 +137,12 @@ class VllmSequence:
         if planned:
             del self.output[-planned:]
             self.computed_at_end -= planned
-            self.quiet = self.beyond = 0
-            self.feed = _NO_OUTPUTS
+            self._forget_plan()
+
+    def _forget_plan(self) -> None:
+        self.beyond = 0
+        self.feed, self._ahead, self._left = _NO_OUTPUTS, _NO_TOKENS, _NO_IDS
+        self.block_end = False
 
     def next_token(self, eos_token_id: int | None) -> TokenOutput:
         """Append the next token and test the stop conditions: EOS, stop token ids, length (reference §5.2)."""
@@ -145,8 +165,7 @@ class VllmSequence:
     def next_block(self, block_size: int) -> None:
         """The block under way is full and computed: go on with the plan, or make one."""
         if self.beyond:
-            self.quiet = min(self.beyond, block_size)
-            self.beyond -= self.quiet
+            self._prepare(min(self.beyond, block_size))
             self.roomy = False
         else:
             self.plan(block_size)
@@ -157,7 +176,8 @@ class VllmSequence:
         tokens = self.prompt_len + made
         self.roomy = len(self.blocks) * block_size >= tokens
         to_boundary = block_size - (tokens - 1) % block_size
-        count = min(max(to_boundary, _PLAN_TOKENS), self.output_limit - made - 1)
+        further_blocks = max(0, _PLAN_TOKENS - to_boundary) // block_size
+        count = min(to_boundary + further_blocks * block_size, self.output_limit - made - 1)
         if count < 1:
             return
         planned = self.request.source.token_ids(made, count)
@@ -170,11 +190,21 @@ class VllmSequence:
         count = len(planned)
         self.output += planned
         self.computed_at_end += count
-        self.quiet = min(count, to_boundary)
-        self.beyond = count - self.quiet
-        none = repeat(None)
-        fields = zip(repeat(self.request_id), zip(planned), none, none, repeat(self.cached_tokens), none, none)
+        self._ahead = zip(planned)
+        self.beyond = count
+        self._prepare(min(count, to_boundary))
+
+    def _prepare(self, count: int) -> None:
+        self.beyond -= count
+        self.block_end = True
+        self._left = repeat(self.request_id, count - 1)
+        fields = zip(self._left, self._ahead, _NONE, _NONE, repeat(self.cached_tokens), _NONE, _NONE)
         self.feed = map(_new_output, fields)
+
+    def end_block(self) -> TokenOutput:
+        """The output that `block_end` announces."""
+        self.block_end = False
+        return _new_output((self.request_id, next(self._ahead), None, None, self.cached_tokens, None, None))
 
 
 def _stop_tokens(request: EngineRequest, config: VllmEngineConfig) -> frozenset[int]:

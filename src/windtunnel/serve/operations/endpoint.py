@@ -81,7 +81,7 @@ class Simple:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            body = await self._server.body(receive) if "POST" in self._rule.methods else b""
+            body = await self._server.body(scope, receive) if "POST" in self._rule.methods else b""
             query = dict(parse_qsl(scope["query_string"].decode("latin-1"), True, max_num_fields=_QUERY_FIELDS))
             work = partial(self._rule.handle, self._server, Call(body, headers_of(scope), query))
             reply = await self._server.planner.run(len(body), work) if self._rule.tokenises else work()
@@ -93,4 +93,4 @@ class Simple:
             reply = Reply(self.error_body(error), error.status, JSON)
         except ValueError as error:
             reply = Reply(self.error_body(WireError(f"query: {error}", kind="Bad Request")), 400, JSON)
-        await send_bytes(send, reply.status, reply.body, reply.content_type)
+        await send_bytes(send, reply.status, reply.body, reply.content_type, unread=self._server.unread(receive))

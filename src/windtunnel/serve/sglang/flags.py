@@ -15,7 +15,8 @@ from windtunnel.serve.sglang.kv_config import parse_sglang_kv_events
 DEFAULT_PORT = 30000
 
 _SHARED_WITHOUT_SECTION = frozenset(
-    """engine host port grpc-port served-model-name enable-lora seed stream-interval tool-call-parser reasoning-parser
+    """engine host port grpc-port grpc-on-http-port served-model-name enable-lora seed stream-interval tool-call-parser
+    reasoning-parser
     shutdown-timeout shutdown-outcome watchdog-interval startup-duration timeout-keep-alive disable-access-log
     ssl-certfile ssl-keyfile fault pod-name pod-namespace hash-seed""".split()
 )

@@ -6,6 +6,7 @@ from typing import Any
 
 from windtunnel.wire import http
 from windtunnel.wire.family import ChoiceResult, Delta, Generation, PromptPlan, StreamEncoder, Usage, WireError
+from windtunnel.wire.output import HeldLogprobs
 from windtunnel.wire.sglang import errors, requests
 from windtunnel.wire.sglang.completions import finish_members, usage_event
 from windtunnel.wire.sglang.env import SglangEnv
@@ -149,7 +150,20 @@ def encoder(generation: Generation) -> StreamEncoder:
 class ChatEncoder:
     """Frames of one chat stream. Mutable: which choices have begun and how each ended, counts, parsers."""
 
-    __slots__ = ("_begun", "_called", "_counts", "_ends", "_heads", "_parsers", "_plain", "_spec", "_tail", "_top", "_usage")
+    __slots__ = (
+        "_begun",
+        "_called",
+        "_counts",
+        "_ends",
+        "_heads",
+        "_held",
+        "_parsers",
+        "_plain",
+        "_spec",
+        "_tail",
+        "_top",
+        "_usage",
+    )
 
     def __init__(self, spec: ChatSpec) -> None:
         self._spec = spec
@@ -161,6 +175,7 @@ class ChatEncoder:
         self._begun = [False] * spec.n
         self._called = [False] * spec.n
         self._counts = [0] * spec.n
+        self._held = HeldLogprobs(spec.n)
         self._ends: dict[int, Delta] = {}
         self._usage: Usage | None = None
 
@@ -173,11 +188,14 @@ class ChatEncoder:
         if not self._begun[index]:
             self._begun[index] = True
             frames = self._event(index, {"role": "assistant", "content": "", "reasoning_content": None})
+        self._held.hold(delta)
         members = self._members(delta)
-        for at, member in enumerate(members):
-            frames += self._event(index, member, delta if at == len(members) - 1 else None)
         if delta.finish_reason is not None:
             self._ends[index] = delta
+            if not members and self._held.any(index):
+                members = [{"content": "", "reasoning_content": None}]
+        for at, member in enumerate(members):
+            frames += self._event(index, member, last=at == len(members) - 1)
         return frames
 
     def plain(self, index: int) -> tuple[bytes, bytes] | None:
@@ -211,10 +229,10 @@ class ChatEncoder:
         self._called[index] = True
         return {"content": None, "reasoning_content": None, "tool_calls": [_call_piece(piece, self._spec)]}
 
-    def _event(self, index: int, member: dict[str, Any], delta: Delta | None = None) -> bytes:
+    def _event(self, index: int, member: dict[str, Any], *, last: bool = False) -> bytes:
         logprobs = None
-        if delta is not None and self._spec.top_logprobs is not None:
-            logprobs = chunks.chat_logprobs(delta.logprobs or (), self._spec.top_logprobs, as_ids=False)
+        if last and self._spec.top_logprobs is not None:
+            logprobs = chunks.chat_logprobs(self._held.release(index), self._spec.top_logprobs, as_ids=False)
         return self._frame(index, member, logprobs, {"finish_reason": None, "matched_stop": None})
 
     def _finish_event(self, index: int, delta: Delta) -> bytes:

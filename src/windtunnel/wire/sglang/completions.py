@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from windtunnel.wire import http
-from windtunnel.wire.family import ChoiceResult, Delta, Generation, PromptPlan, StreamEncoder, Usage, WireError
+from windtunnel.wire.family import ChoiceResult, Delta, Generation, PromptPlan, StreamEncoder, TokenLogprob, Usage, WireError
 from windtunnel.wire.sglang import errors, requests
 from windtunnel.wire.sglang.env import SglangEnv
 from windtunnel.wire.sglang.native import result_ids, routed_values
@@ -128,7 +128,8 @@ class CompletionEncoder:
         self._offsets[index] = offset + len(text)
         choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None}
         if spec.logprobs is not None:
-            choice["logprobs"] = legacy_logprobs(delta.logprobs or (), offset)
+            before = prompt_entries(spec, index // spec.n) if first else []
+            choice["logprobs"] = legacy_logprobs([*before, *(delta.logprobs or ())], offset)
         choice |= finish_members(delta)
         told = None
         if spec.continuous_usage:
@@ -167,6 +168,13 @@ def echoed(spec: CompletionSpec, index: int, text: str) -> str:
     return before + text
 
 
+def prompt_entries(spec: CompletionSpec, prompt_index: int) -> list[TokenLogprob]:
+    """Logprobs of an echoed prompt; none without an echo."""
+    if not spec.echo:
+        return []
+    return chunks.prompt_entries(spec.prompts[prompt_index].token_ids, spec.logprobs or 0, spec.env.tokenizer)
+
+
 def body(generation: Generation, choices: Sequence[ChoiceResult], usage: Usage) -> bytes:
     """The JSON of an answer that is not streamed."""
     spec: CompletionSpec = generation.spec
@@ -179,10 +187,6 @@ def body(generation: Generation, choices: Sequence[ChoiceResult], usage: Usage) 
 def _choice(spec: CompletionSpec, result: ChoiceResult) -> dict[str, Any]:
     logprobs = None
     if spec.logprobs is not None:
-        entries = list(result.logprobs or ())
-        if spec.echo:
-            prompt = spec.prompts[result.prompt_index]
-            entries = chunks.prompt_entries(prompt.token_ids, spec.logprobs, spec.env.tokenizer) + entries
-        logprobs = legacy_logprobs(entries, 0)
+        logprobs = legacy_logprobs([*prompt_entries(spec, result.prompt_index), *(result.logprobs or ())], 0)
     text = echoed(spec, result.index, result.text) if spec.echo else result.text
     return {"index": result.index, "text": text, "logprobs": logprobs} | finish_members(result)

@@ -7,11 +7,14 @@ from typing import Any, TypeVar
 from windtunnel.core.request import Lora
 from windtunnel.wire.family import PromptPlan, SamplingPlan, WireError
 from windtunnel.wire.sglang.env import SglangEnv
+from windtunnel.wire.synth.errors import SynthesisError
+from windtunnel.wire.synth.regex import compiled
 from windtunnel.wire.vllm import fields, prompts, structured
 
 MAX_BATCH = 1024
 """Prompts in one request; the real server has no limit."""
 MAX_N = 1024
+MAX_STOP_REGEX = 64
 MAX_RESULTS = 4096
 """Prompts times `n`."""
 Bootstrap = tuple[str, int | None, int]
@@ -225,7 +228,10 @@ SAMPLING_FIELDS = (
 
 
 def sampling_plan(request: Any, max_tokens: int, *, min_tokens: int, logprobs: int | None, env: SglangEnv) -> SamplingPlan:
-    """`request` has SGLang's common names: n, stop, stop_token_ids, no_stop_trim, ignore_eos, skip_special_tokens."""
+    """`request` has SGLang's common names: n, stop, stop_token_ids, stop_regex, no_stop_trim, ignore_eos, skip_special_tokens.
+
+    Raises the 400 for a stop regex that cannot be.
+    """
     stop = request.stop
     return SamplingPlan(
         max_tokens=max_tokens,
@@ -233,12 +239,25 @@ def sampling_plan(request: Any, max_tokens: int, *, min_tokens: int, logprobs: i
         n=request.n or 1,
         stop=tuple(text for text in ([stop] if isinstance(stop, str) else stop or ()) if text),
         stop_token_ids=(*(request.stop_token_ids or ()), *(() if request.ignore_eos else env.extra_eos_token_ids)),
+        stop_regex=_stop_regex(getattr(request, "stop_regex", None)),
         include_stop_str=request.no_stop_trim,
         ignore_eos=request.ignore_eos,
         skip_special_tokens=request.skip_special_tokens is not False,
         logprobs=logprobs,
         temperature=request.temperature,
     )
+
+
+def _stop_regex(given: str | list[str] | None) -> tuple[str, ...]:
+    patterns = tuple(text for text in ([given] if isinstance(given, str) else given or ()) if text)
+    if len(patterns) > MAX_STOP_REGEX:
+        raise WireError(f"stop_regex has {len(patterns)} patterns: at most {MAX_STOP_REGEX} in one request")
+    for pattern in patterns:
+        try:
+            compiled(pattern)
+        except SynthesisError as error:
+            raise WireError(f"stop_regex: {error}") from None
+    return patterns
 
 
 def wanted_text(request: Any, planned: Sequence[PromptPlan], env: SglangEnv, response_format: Any = None) -> str | None:

@@ -33,9 +33,12 @@ class Regex:
                 f"Grammar error: a regex of {len(pattern)} characters is over the limit of {MAX_PATTERN_CHARS}"
             )
         try:
-            self._nodes: Sequence[Node] = list(sre.parse(pattern))
+            parsed = sre.parse(pattern)
         except (re.error, OverflowError, RecursionError) as error:
             raise SynthesisError(f"Grammar error: invalid regex {pattern!r}: {error}") from None
+        self._nodes: Sequence[Node] = list(parsed)
+        self.longest_chars = max(1, int(parsed.getwidth()[1]))
+        """The longest text that it can match; huge for open repeats."""
         _check(self._nodes, pattern)
 
     def text(self, draw: Draw, extra: int = 0) -> str:
@@ -44,7 +47,7 @@ class Regex:
 
     def search(self, text: str) -> bool:
         """Whether the pattern is found anywhere in `text`."""
-        return any(_ends(self._nodes, text, {start}) for start in range(len(text) + 1))
+        return bool(_ends(self._nodes, text, set(range(len(text) + 1))))
 
     def full_match(self, text: str) -> bool:
         return len(text) in _ends(self._nodes, text, {0})

@@ -9,6 +9,7 @@ from pydantic import Field, ValidationError, model_validator
 from windtunnel.wire import http
 from windtunnel.wire.env import ServerEnv
 from windtunnel.wire.family import ChoiceResult, Delta, Generation, PromptPlan, StreamEncoder, Usage, WireError
+from windtunnel.wire.output import HeldLogprobs
 from windtunnel.wire.vllm import chunks, fields, messages_in, models, parsers, prompts, sampling, structured
 from windtunnel.wire.vllm.completions import Routing, check_cache_salt
 from windtunnel.wire.vllm.fields import AtLeastOne, AtLeastZero, CacheSalt, Int64, StopList, Truncation
@@ -387,7 +388,19 @@ class ChatEncoder:
     A plain delta (no parser, logprobs, token ids, usage or finish) is one join of prepared bytes around its text.
     """
 
-    __slots__ = ("_called", "_counts", "_heads", "_parsers", "_plain", "_reasoned", "_roles_sent", "_spec", "_tail", "_top")
+    __slots__ = (
+        "_called",
+        "_counts",
+        "_heads",
+        "_held",
+        "_parsers",
+        "_plain",
+        "_reasoned",
+        "_roles_sent",
+        "_spec",
+        "_tail",
+        "_top",
+    )
 
     def __init__(self, spec: ChatSpec) -> None:
         self._spec = spec
@@ -398,6 +411,7 @@ class ChatEncoder:
         self._parsers = [parsers.make_parser(reasoning=spec.reasoning, tools=spec.tools is not None) for _ in range(spec.n)]
         self._plain = not (parsed or spec.token_ids or spec.continuous_usage or spec.top_logprobs is not None)
         self._counts = [0] * spec.n
+        self._held = HeldLogprobs(spec.n)
         self._called = [False] * spec.n
         self._reasoned = [ReasoningCount(spec) for _ in range(spec.n)] if spec.env.reasoning_parser else []
         self._roles_sent = False
@@ -406,7 +420,7 @@ class ChatEncoder:
         if self._plain and delta.finish_reason is None and self._roles_sent:
             if not delta.text:
                 return b""
-            return b"".join((self._heads[delta[0]], chunks.json_text(delta.text), self._tail))
+            return b"".join((self._heads[delta[0]], http.json_text(delta.text), self._tail))
         before = b"" if self._roles_sent else self._role_chunks()
         return before + self._full(delta)
 
@@ -448,6 +462,7 @@ class ChatEncoder:
     def _full(self, delta: Delta) -> bytes:
         index = delta.index
         self._counts[index] += len(delta.token_ids)
+        self._held.hold(delta)
         if self._reasoned:
             self._reasoned[index].add(delta.token_ids)
         shown = self._members(delta)
@@ -486,7 +501,7 @@ class ChatEncoder:
         finish = delta.finish_reason if last else None
         choice: dict[str, Any] = {"index": delta.index, "delta": members, "logprobs": None}
         if spec.top_logprobs is not None and last:
-            choice["logprobs"] = chunks.chat_logprobs(delta.logprobs or (), spec.top_logprobs, spec.as_ids)
+            choice["logprobs"] = chunks.chat_logprobs(self._held.release(delta.index), spec.top_logprobs, spec.as_ids)
         choice["finish_reason"] = _finish(finish, spec, self._called[delta.index])
         if finish is not None:
             choice["stop_reason"] = delta.stop_reason

@@ -1,7 +1,6 @@
 """Pieces that completions and chat bodies share: usage objects, logprob lists, prompt logprobs."""
 
 from collections.abc import Mapping, Sequence
-from json.encoder import encode_basestring
 from typing import Any
 
 from windtunnel.core.tokenizer import Tokenizer
@@ -12,11 +11,6 @@ from windtunnel.wire.output import synthetic_logprobs
 
 DONE = b"data: [DONE]\n\n"
 LOGPROB_FLOOR = -9999.0
-
-
-def json_text(text: str) -> bytes:
-    """A JSON string in UTF-8; what is no Unicode becomes U+FFFD's ASCII stand-in."""
-    return encode_basestring(text).encode("utf-8", "replace")
 
 
 def frame(value: Mapping[str, Any]) -> bytes:

@@ -309,7 +309,7 @@ class CompletionEncoder:
 
     def delta(self, delta: Delta, usage: Usage) -> bytes:
         if self._plain and delta.finish_reason is None:
-            return b"".join((self._heads[delta[0]], chunks.json_text(delta.text), self._tail))
+            return b"".join((self._heads[delta[0]], http.json_text(delta.text), self._tail))
         return self._full(delta)
 
     def plain(self, index: int) -> tuple[bytes, bytes] | None:

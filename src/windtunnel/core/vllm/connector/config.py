@@ -42,6 +42,12 @@ class KvTransferConfig:
     expiry_margin_ns: int = 5 * S
     """A decode's blocks are not read any more so shortly before they expire."""
     enforce_handshake_compat: bool = True
+    free_on_abort: bool = False
+    """Before vLLM #32255: an abort frees the blocks at once, and the transfer writes into whoever has them by then."""
+    forget_on_abort: bool = False
+    """As vllm-ascend #16662: the end of an aborted request's transfer is not noticed, and its blocks stay for good."""
+    ordered_reaper: bool = False
+    """vLLM #58222: leases are looked at from the oldest on, up to the first that has not run out."""
     compatibility_hash: str = ""
     """`compatibility_hash(...)`."""
     tp_size: int = 1

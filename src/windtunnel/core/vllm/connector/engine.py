@@ -9,7 +9,7 @@ from windtunnel.core.pacing import Pacing
 from windtunnel.core.vllm.completion import Completion
 from windtunnel.core.vllm.config import VllmEngineConfig
 from windtunnel.core.vllm.connector.config import KvTransferConfig
-from windtunnel.core.vllm.connector.loads import LOAD_FAILED, Freed, Loaded, LoadFailed, Outcome
+from windtunnel.core.vllm.connector.loads import LOAD_FAILED, Freed, Loaded, LoadFailed, Outcome, Overwrote
 from windtunnel.core.vllm.connector.nixl import NixlConnector
 from windtunnel.core.vllm.connector.scheduler import ConnectorCompletion, ConnectorScheduler
 from windtunnel.core.vllm.connector.seam import Ask, Handshake, Report
@@ -141,6 +141,8 @@ class ConnectorEngine(VllmEngine):
             self._publish_due = True
             if isinstance(outcome, Freed):
                 self._scheduler.pool.free(outcome.blocks)
+            elif isinstance(outcome, Overwrote):
+                self._scheduler.contaminate(outcome.blocks)
             elif isinstance(outcome, Loaded) or self.connector.config.load_failure_policy == "recompute":
                 self._scheduler.end_load(outcome, now_ns)
             else:

@@ -31,8 +31,10 @@ class Hold:
 class HoldBook:
     """All holds of one engine. Owned by its connector, which gives the blocks back."""
 
-    def __init__(self, pool: BlockPool) -> None:
+    def __init__(self, pool: BlockPool, *, ordered: bool = False) -> None:
+        """`ordered`: expire only what stands before the first that has not run out."""
         self._pool = pool
+        self._ordered = ordered
         self._holds: dict[str, Hold] = {}
         self._deadlines: list[tuple[int, str]] = []
         """Of each hold one entry that is not later than its deadline."""
@@ -74,7 +76,10 @@ class HoldBook:
         return hold
 
     def next_at(self) -> int | None:
-        """The first deadline."""
+        """The first deadline; of an ordered book, that of the oldest."""
+        if self._ordered:
+            oldest = next(iter(self._holds.values()), None)
+            return None if oldest is None or oldest.moving else oldest.deadline_ns
         while self._deadlines:
             at_ns, request_id = self._deadlines[0]
             hold = self._holds.get(request_id)
@@ -93,10 +98,20 @@ class HoldBook:
 
     def expire(self, now_ns: int) -> list[Hold]:
         """Take out every hold whose time is over: all entries are looked at, not only the oldest (vLLM #58222)."""
+        if self._ordered:
+            return [self.take(request_id) for request_id in self._first_expired(now_ns)]
         over: list[Hold] = []
         while (at_ns := self.next_at()) is not None and at_ns <= now_ns:
             over.append(self.take(heappop(self._deadlines)[1]))
         return over
+
+    def _first_expired(self, now_ns: int) -> list[str]:
+        ids: list[str] = []
+        for hold in self._holds.values():
+            if hold.deadline_ns > now_ns or hold.moving:
+                break
+            ids.append(hold.request_id)
+        return ids
 
     def overwritten(self, request_id: str, blocks: Sequence[int]) -> tuple[int, ...]:
         """Places in `blocks` that somebody else has been given since this request gave them back."""

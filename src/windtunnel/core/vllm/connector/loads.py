@@ -13,7 +13,19 @@ LOAD_FAILED = EngineError("Internal server error", 500, "InternalServerError")
 class Load:
     """One request's KV on its way to us. Owned by the connector until it has ended, whatever becomes of the request."""
 
-    __slots__ = ("asked_ns", "blocks", "first", "number", "orphaned", "remote", "request_id", "size_bytes", "stop", "tokens")
+    __slots__ = (
+        "asked_ns",
+        "blocks",
+        "first",
+        "freed",
+        "number",
+        "orphaned",
+        "remote",
+        "request_id",
+        "size_bytes",
+        "stop",
+        "tokens",
+    )
 
     def __init__(
         self, number: int, request_id: str, remote: Remote, blocks: Sequence[int], places: range, tokens: int, size_bytes: int
@@ -32,6 +44,8 @@ class Load:
         """When the move was asked for; None while a handshake is under way."""
         self.orphaned = False
         """The request has gone: the blocks stay until the transfer ends (vLLM #32255)."""
+        self.freed: tuple[int, ...] | None = None
+        """The generations of the blocks that move, if they were freed all the same."""
 
     @property
     def moving(self) -> tuple[int, ...]:
@@ -59,4 +73,10 @@ class Freed(NamedTuple):
     blocks: Sequence[int]
 
 
-Outcome = Loaded | LoadFailed | Freed
+class Overwrote(NamedTuple):
+    """A transfer has written into blocks that had been given to somebody else."""
+
+    blocks: Sequence[int]
+
+
+Outcome = Loaded | LoadFailed | Freed | Overwrote

@@ -24,7 +24,7 @@ from windtunnel.core.units import S
 from windtunnel.core.vllm.connector import params as told
 from windtunnel.core.vllm.connector.config import KvTransferConfig
 from windtunnel.core.vllm.connector.holds import Hold, HoldBook
-from windtunnel.core.vllm.connector.loads import Freed, Load, Loaded, LoadFailed, Outcome
+from windtunnel.core.vllm.connector.loads import Freed, Load, Loaded, LoadFailed, Outcome, Overwrote
 from windtunnel.core.vllm.connector.params import Remote
 from windtunnel.core.vllm.connector.peers import Heart, PeerBook
 from windtunnel.core.vllm.connector.seam import (
@@ -71,7 +71,8 @@ class NixlConnector:
         self.counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         self.observations: list[tuple[str, float]] = []
         self.warnings: list[str] = []
-        self.holds = HoldBook(pool)
+        self.holds = HoldBook(pool, ordered=config.ordered_reaper)
+        self._pool = pool
         self.loads: dict[int, Load] = {}
         self._num_blocks = num_blocks
         self._peers = PeerBook(config)
@@ -240,8 +241,25 @@ class NixlConnector:
     def _arrived_load(self, load: Load, foreign: Sequence[int]) -> list[Outcome]:
         self._heart.stop(load.request_id)
         if load.orphaned:
-            return [Freed(load.request_id, load.blocks)]
+            return self._orphan_ended(load, landed=True)
         return [Loaded(load, tuple(load.first + at for at in foreign))]
+
+    def orphan(self, load: Load) -> bool:
+        """Its request has gone. True if the blocks are the load's from here on, False if they are to be freed at once."""
+        load.orphaned = True
+        if self.config.free_on_abort:
+            load.freed = self._pool.watch(load.moving)
+        return load.freed is None
+
+    def _orphan_ended(self, load: Load, *, landed: bool) -> list[Outcome]:
+        if load.freed is not None:
+            generations = self._pool.generations
+            hit = [block for block, at in zip(load.moving, load.freed, strict=True) if generations[block] != at]
+            return [Overwrote(hit)] if hit and landed else []
+        if self.config.forget_on_abort:
+            self.loads[load.number] = load
+            return []
+        return [Freed(load.request_id, load.blocks)]
 
     def _move_failed(self, report: MoveFailed, now_ns: int) -> list[Outcome]:
         if report.number in self._writes:
@@ -257,7 +275,7 @@ class NixlConnector:
         self._heart.stop(load.request_id)
         self.counters["nixl_num_failed_transfers"] += not counted
         if load.orphaned:
-            return [Freed(load.request_id, load.blocks)]
+            return self._orphan_ended(load, landed=False)
         return [
             LoadFailed(load, reason, load.first + min(failed, default=len(load.moving)) if failed is not None else load.first)
         ]
@@ -377,7 +395,7 @@ class NixlConnector:
         freed = [
             Freed(hold.request_id, hold.blocks) for hold in [self.holds.take(one.request_id) for one in list(self.holds.all())]
         ]
-        freed += [Freed(load.request_id, load.blocks) for load in self.loads.values() if load.orphaned]
+        freed += [Freed(load.request_id, load.blocks) for load in self.loads.values() if load.orphaned and load.freed is None]
         for book in (self.loads, self._writes, self._registrations, self._wanted):
             book.clear()
         self._heart.clear()
@@ -425,7 +443,7 @@ class NixlConnector:
         for hold in self.holds.all():
             yield f"hold {hold.request_id}", hold.blocks
         for load in self.loads.values():
-            if load.orphaned:
+            if load.orphaned and load.freed is None:
                 yield f"load {load.request_id}", load.blocks
 
 

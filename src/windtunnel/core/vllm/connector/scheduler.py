@@ -5,7 +5,7 @@ WAITING_FOR_REMOTE_KVS). When the load has ended it waits in `loaded`, which adm
 always computed here.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from windtunnel.core.lifecycle import Event, State
@@ -52,8 +52,10 @@ class ConnectorScheduler(VllmScheduler):
     def remove(self, sequence: VllmSequence) -> None:
         if sequence.state is State.TRANSFERRING:
             _sequence, load = self.transferring.pop(sequence.request_id)
-            load.orphaned = True
-            sequence.blocks = []
+            if self.connector.orphan(load):
+                sequence.blocks = []
+            else:
+                self._give_back(sequence)
         elif sequence.request_id in self.loaded:
             del self.loaded[sequence.request_id]
             self._give_back(sequence)
@@ -151,7 +153,7 @@ class ConnectorScheduler(VllmScheduler):
         self.publish(sequence)
         self.loaded[sequence.request_id] = (sequence, load)
         if foreign:
-            self._foreign |= zip(blocks := [sequence.blocks[at] for at in foreign], self.pool.watch(blocks), strict=True)
+            self._mark_foreign([sequence.blocks[at] for at in foreign])
         if self._foreign:
             self._taint(sequence)
 
@@ -160,6 +162,16 @@ class ConnectorScheduler(VllmScheduler):
         sequence, _load = self.transferring.pop(outcome.load.request_id)
         self._give_back(sequence)
         return sequence
+
+    def _mark_foreign(self, blocks: Sequence[int]) -> None:
+        self._foreign |= zip(blocks, self.pool.watch(blocks), strict=True)
+
+    def contaminate(self, blocks: Sequence[int]) -> None:
+        """Somebody's transfer has written into these. Tokens that a sequence has prepared already stay what they are."""
+        self._mark_foreign(blocks)
+        for queue in self.queues():
+            for sequence in queue:
+                self._taint(sequence)
 
     def _taint(self, sequence: VllmSequence) -> None:
         """Who computes on somebody else's KV answers wrongly, and so does everybody who finds it in the cache."""
@@ -173,7 +185,7 @@ class ConnectorScheduler(VllmScheduler):
 class ConnectorCompletion(Completion):
     """Keeps the blocks of requests that somebody else goes on with."""
 
-    def _finish(self, sequence: VllmSequence, output: TokenOutput) -> None:
+    def _finish(self, sequence: VllmSequence, output: TokenOutput) -> TokenOutput:
         scheduler = self._scheduler
         assert isinstance(scheduler, ConnectorScheduler), "a completion of another engine"
         reason = output.finish_reason
@@ -184,4 +196,4 @@ class ConnectorCompletion(Completion):
             if params is not None:
                 sequence.blocks = []
                 output = output._replace(kv_transfer=params)
-        super()._finish(sequence, output)
+        return super()._finish(sequence, output)
