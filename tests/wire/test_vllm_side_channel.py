@@ -11,13 +11,13 @@ from windtunnel.wire.vllm.side_channel import (
     Notification,
     SideChannelError,
     agent_bytes,
+    agent_of,
     decode_answer,
     decode_message,
     decode_request,
     encode_answer,
     encode_message,
     encode_request,
-    endpoint_of,
 )
 
 METADATA = AgentMetadata("e", agent_bytes("127.0.0.1:7"), [], 0, 100, [], "HND", 16)
@@ -41,7 +41,7 @@ def test_an_answer_has_vllms_members_and_comes_back() -> None:
     assert set(told) == {"compatibility_hash", "agent_metadata_bytes"}
     assert msgspec.msgpack.decode(told["agent_metadata_bytes"])["engine_id"] == "e"
     assert decode_answer(encode_answer("hash", METADATA)) == ("hash", METADATA)
-    assert endpoint_of(METADATA) == "127.0.0.1:7"
+    assert agent_of(METADATA) == ("127.0.0.1:7", b"")
 
 
 def test_the_hash_can_be_read_where_the_metadata_cannot() -> None:
@@ -52,8 +52,8 @@ def test_the_hash_can_be_read_where_the_metadata_cannot() -> None:
 
 
 def test_a_real_agent_is_named() -> None:
-    with pytest.raises(SideChannelError, match="real memory"):
-        endpoint_of(msgspec.structs.replace(METADATA, agent_metadata=b"\x00ucx"))
+    with pytest.raises(SideChannelError, match="simulator's"):
+        agent_of(msgspec.structs.replace(METADATA, agent_metadata=b"\x00ucx"))
 
 
 @pytest.mark.parametrize("message", [Notification(b"HB:a"), LandedQuestion("h:1", 4, "r", (1, 2)), LandedAnswer(4, (0,))])

@@ -253,6 +253,13 @@ _KV_TRANSFER_FLAGS: tuple[Flag, ...] = (
         _seconds,
         "that timeout (also VLLM_NIXL_ABORT_REQUEST_TIMEOUT; 480 s)",
     ),
+    Flag(
+        "kv-transfer-backend",
+        "kv_transfer.backend",
+        _choice("sim", "nixl"),
+        "sim models the time of a move; nixl moves real bytes (needs the package nixl)",
+    ),
+    Flag("nixl-block-bytes", "kv_transfer.nixl_block_bytes", _integer(32, 1 << 24), "real bytes of a block (4096)"),
     Flag("transfer-bandwidth", "kv_transfer.bandwidth_gb_s", _number(1e-9, 1e6), "10^9 bytes a second between P/D workers"),
     Flag("transfer-latency", "kv_transfer.transfer_latency_ns", _duration, "of each read or write"),
     Flag("transfer-dead-peer", "kv_transfer.dead_peer_ns", _duration, "until the transport reports a peer that has gone"),

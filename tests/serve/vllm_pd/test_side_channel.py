@@ -13,6 +13,7 @@ from tests.serve.vllm_pd.pair import COMPLETION, NIXL, pair, until
 from windtunnel.core.vllm.connector.seam import Peer
 from windtunnel.serve.config import UsageError
 from windtunnel.serve.vllm_pd.flavour import Connection, KvTransferFlavour
+from windtunnel.serve.vllm_pd.memory import NO_REGION
 from windtunnel.serve.vllm_pd.side_channel import shake_hands
 from windtunnel.serve.vllm_pd.transport import NixlTransport
 from windtunnel.wire.vllm.side_channel import LandedAnswer, Notification, SideChannelError, encode_message
@@ -60,9 +61,9 @@ async def test_other_requests_get_no_answer_and_the_next_is_served(frames: list[
         await stranger.send_multipart(frames)
         await until(lambda: channel.malformed == 1)
         stranger.close(linger=0)
-        told, endpoint = await shake_hands(context, Peer("any", "127.0.0.1", channel.port), PATIENCE_S)
+        told, found = await shake_hands(context, Peer("any", "127.0.0.1", channel.port), PATIENCE_S)
         assert told.engine_id == _connection(server).engine.connector.config.engine_id
-        assert endpoint == _transport(server).endpoint
+        assert found == (_transport(server).endpoint, NO_REGION)
 
 
 async def test_nobody_there_is_an_error_that_says_where(context: zmq.asyncio.Context) -> None:

@@ -18,9 +18,10 @@ from windtunnel.serve.sglang.sockets import RankSockets
 from windtunnel.serve.state import Server
 from windtunnel.serve.transfer import sim_backend
 from windtunnel.serve.vllm import VllmFlavour
+from windtunnel.serve.vllm_pd.memory import NO_REGION, HeldBytes, NixlMemory, NixlMover
 from windtunnel.serve.vllm_pd.settings import core_config
 from windtunnel.serve.vllm_pd.side_channel import SideChannel
-from windtunnel.serve.vllm_pd.transport import NixlTransport
+from windtunnel.serve.vllm_pd.transport import Mover, NixlTransport, SimMover
 from windtunnel.wire.vllm.metrics import VllmMetrics
 
 log = logging.getLogger("windtunnel.serve")
@@ -51,14 +52,21 @@ class Connection:
             time_scale=told.pacing.time_scale,
         )
         self.engine = ConnectorEngine(engine, pacing, config)
-        self._backend = sim_backend(settings, told.pacing.time_scale, random.Random(chance.random()))
+        self._memory: NixlMemory | None = None
+        self._held: HeldBytes | None = None
+        self._mover: Mover = SimMover(sim_backend(settings, told.pacing.time_scale, random.Random(chance.random())))
+        if settings.backend == "nixl":
+            self._memory = NixlMemory(config.engine_id, engine.num_blocks, settings.nixl_block_bytes)
+            self._mover = NixlMover(self.engine, self._memory)
+            self._held = HeldBytes(self.engine, self._memory)
         self._time_scale = told.pacing.time_scale
         self.transport: NixlTransport | None = None
         self._driver: EngineDriver | None = None
 
     async def start(self, driver: EngineDriver, metrics: VllmMetrics) -> None:
+        region = NO_REGION if self._memory is None else self._memory.region
         self.transport = NixlTransport(
-            self.engine, self.channel, self.sockets, self._backend, driver.wake, time_scale=self._time_scale
+            self.engine, self.channel, self.sockets, self._mover, driver.wake, self._time_scale, region
         )
         self._driver = driver
         await self.transport.start()
@@ -67,6 +75,8 @@ class Connection:
         driver.wake()
 
     def _after_turn(self, transport: NixlTransport, rank: int, metrics: VllmMetrics) -> None:
+        if self._held is not None:
+            self._held.update()
         transport.pump()
         if observed := self.engine.take_observations():
             metrics.on_transfers(rank, observed)
@@ -78,6 +88,8 @@ class Connection:
             return
         self._driver.after_turn = _nothing
         await self.transport.close()
+        if self._memory is not None:
+            self._memory.close()
 
     def refused(self, kv_transfer: object) -> None:
         if self.engine.release_remote(kv_transfer, now_ns()) and self._driver is not None:
@@ -120,8 +132,8 @@ class KvTransferFlavour(VllmFlavour):
         """Binds the rank's sockets. Raises UsageError."""
         try:
             one = Connection(self._config, config, pacing, chance, len(self._connections))
-        except (ValueError, OSError) as error:
-            raise UsageError(f"--kv-transfer-config: side channel: {error}") from error
+        except (ValueError, OSError, MemoryError) as error:
+            raise UsageError(f"--kv-transfer-config: {error}") from error
         if ignored := self._config.kv_transfer.parsed("-").ignored:
             log.warning("--kv-transfer-config: %s mean nothing here", ", ".join(ignored))
         self._connections.append(one)

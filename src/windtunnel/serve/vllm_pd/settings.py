@@ -33,6 +33,9 @@ class KvTransferSettings:
     hold: Hold = "lease"
     """How long blocks are held: a lease with heartbeats, or one timeout as in the releases before #41383."""
     abort_timeout_ns: int = ABORT_TIMEOUT_S * S
+    backend: Literal["sim", "nixl"] = "sim"
+    nixl_block_bytes: int = 4096
+    """Real bytes of a block; a real KV cache has some hundred times as many."""
     bandwidth_gb_s: float = 10.0
     transfer_latency_ns: int = 100 * US
     dead_peer_ns: int = 50 * MS

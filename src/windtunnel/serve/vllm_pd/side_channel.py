@@ -3,21 +3,23 @@
 import asyncio
 import logging
 from collections.abc import Callable
+from typing import NamedTuple
 
 import zmq
 import zmq.asyncio
 
 from windtunnel.core.vllm.connector.seam import Handshake, Peer
+from windtunnel.serve.vllm_pd.memory import NO_REGION, Region
 from windtunnel.wire.vllm.side_channel import (
     MESSAGE_LIMIT_BYTES,
     AgentMetadata,
     SideChannelError,
     agent_bytes,
+    agent_of,
     decode_answer,
     decode_request,
     encode_answer,
     encode_request,
-    endpoint_of,
 )
 
 log = logging.getLogger("windtunnel.serve")
@@ -49,8 +51,8 @@ class SideChannel:
         assert isinstance(bound, bytes)
         self.port = int(bound.rpartition(b":")[2].rstrip(b"\0"))
 
-    async def serve(self, answer: Callable[[], Handshake], endpoint: str) -> None:
-        """Answer until cancelled. `endpoint` is where the data plane listens."""
+    async def serve(self, answer: Callable[[], Handshake], endpoint: str, region: Region) -> None:
+        """Answer until cancelled. `endpoint` is where the data plane listens, `region` the memory behind it."""
         while True:
             frames = await self._socket.recv_multipart()
             try:
@@ -63,7 +65,7 @@ class SideChannel:
                 self.malformed += 1
                 log.warning("side channel: %s", error)
                 continue
-            await self._socket.send_multipart([frames[0], b"", _told(answer(), rank, endpoint)])
+            await self._socket.send_multipart([frames[0], b"", _told(answer(), rank, endpoint, region)])
 
     def close(self) -> None:
         self._socket.close(linger=0)
@@ -78,14 +80,14 @@ _OPTIONS = {
 }
 
 
-def _told(mine: Handshake, rank: int, endpoint: str) -> bytes:
+def _told(mine: Handshake, rank: int, endpoint: str, region: Region) -> bytes:
     metadata = AgentMetadata(
         engine_id=mine.engine_id,
-        agent_metadata=agent_bytes(endpoint),
-        kv_caches_base_addr=[],
+        agent_metadata=agent_bytes(endpoint, region.metadata),
+        kv_caches_base_addr=[region.address] if region.metadata else [],
         device_id=rank,
         num_blocks=mine.num_blocks,
-        block_lens=[],
+        block_lens=[region.block_bytes] if region.metadata else [],
         kv_cache_layout="HND",
         block_size=mine.block_size,
         tp_size=mine.tp_size,
@@ -93,8 +95,15 @@ def _told(mine: Handshake, rank: int, endpoint: str) -> bytes:
     return encode_answer(mine.compatibility_hash, metadata)
 
 
-async def shake_hands(context: zmq.asyncio.Context, peer: Peer, patience_s: float) -> tuple[Handshake, str | None]:
-    """What the side channel of `peer` says, and where its data plane listens (None: its metadata cannot be read).
+class Found(NamedTuple):
+    """Behind a side channel: where the data plane listens, and the memory."""
+
+    endpoint: str
+    region: Region
+
+
+async def shake_hands(context: zmq.asyncio.Context, peer: Peer, patience_s: float) -> tuple[Handshake, Found | None]:
+    """What the side channel of `peer` says, and what is behind it (None: its metadata cannot be read).
 
     Raises SideChannelError for no answer in time and for one that is none.
     """
@@ -117,4 +126,6 @@ async def shake_hands(context: zmq.asyncio.Context, peer: Peer, patience_s: floa
     if metadata is None:
         return Handshake(peer.engine_id, compatibility_hash, 0, 0), None
     told = Handshake(metadata.engine_id, compatibility_hash, metadata.block_size, metadata.num_blocks, metadata.tp_size)
-    return told, endpoint_of(metadata)
+    endpoint, nixl = agent_of(metadata)
+    where = (*metadata.kv_caches_base_addr, 0)[0], (*metadata.block_lens, 0)[0]
+    return told, Found(endpoint, Region(nixl, *where) if nixl else NO_REGION)

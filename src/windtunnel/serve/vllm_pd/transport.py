@@ -7,15 +7,15 @@ still the request's: in vLLM nobody asks, and whatever lies there is read.
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import zmq.asyncio
 
 from windtunnel.core.transfer.backends import SimBackend
 from windtunnel.core.vllm.connector.engine import ConnectorEngine
-from windtunnel.core.vllm.connector.mover import BlockMover
+from windtunnel.core.vllm.connector.mover import BlockMover, Move
 from windtunnel.core.vllm.connector.seam import (
     Arrived,
     Ask,
@@ -33,6 +33,7 @@ from windtunnel.core.vllm.connector.seam import (
 )
 from windtunnel.serve.clock import make_alarm, now_ns
 from windtunnel.serve.sglang.sockets import Peers, RankSockets
+from windtunnel.serve.vllm_pd.memory import NO_REGION, Region
 from windtunnel.serve.vllm_pd.side_channel import SideChannel, shake_hands
 from windtunnel.wire.vllm.nixl import decode, encode
 from windtunnel.wire.vllm.side_channel import (
@@ -40,7 +41,6 @@ from windtunnel.wire.vllm.side_channel import (
     LandedQuestion,
     Message,
     Notification,
-    SideChannelError,
     decode_message,
     encode_message,
 )
@@ -55,6 +55,48 @@ _SEND_S = 1.0
 _LANDED_S = 5.0
 HANDSHAKES_LIMIT = 256
 _LOST = "the remote agent has gone"
+
+
+class Mover(Protocol):
+    """What moves blocks: `SimMover`, or NIXL with real bytes (`serve.vllm_pd.memory`)."""
+
+    @property
+    def checks(self) -> bool:
+        """A read that is done says itself which places are foreign; otherwise the side that was read is asked."""
+        ...
+
+    def connect(self, peer: Peer, region: Region) -> None:
+        """Hands have been shaken. Raises ValueError for a side that cannot be read."""
+        ...
+
+    def find_peer(self, address: str) -> None: ...
+
+    def lose_peer(self, address: str, now_ns: int) -> None: ...
+
+    def start(self, move: Move, now_ns: int) -> None: ...
+
+    def next_event_at(self) -> int | None: ...
+
+    def run(self, now_ns: int, overwritten: Callable[[Move], Sequence[int]]) -> list[MoveDone | MoveFailed]: ...
+
+
+class SimMover(BlockMover):
+    """Moves that take time only."""
+
+    checks = False
+    backend: SimBackend
+
+    def connect(self, peer: Peer, region: Region) -> None:
+        """Raises ValueError for a side that waits for real bytes."""
+        if region.metadata:
+            raise ValueError("the other side moves real bytes: start this one with --kv-transfer-backend nixl, too")
+        self.find_peer(f"{peer.host}:{peer.port}")
+
+    def find_peer(self, address: str) -> None:
+        self.backend.find_peer(address)
+
+    def lose_peer(self, address: str, now_ns: int) -> None:
+        self.backend.lose_peer(address, now_ns)
 
 
 @dataclass(slots=True)
@@ -73,16 +115,18 @@ class NixlTransport:
         engine: ConnectorEngine,
         channel: SideChannel,
         sockets: RankSockets,
-        backend: SimBackend,
+        mover: Mover,
         wake: Callable[[], None],
         time_scale: float = 1.0,
+        region: Region = NO_REGION,
     ) -> None:
+        """`region` is what the side channel tells of this engine's memory."""
+        self._region = region
         self.malformed = 0
         """Messages of the data plane that could not be read."""
         self.channel = channel
         self._engine = engine
-        self._backend = backend
-        self._mover = BlockMover(backend)
+        self._mover = mover
         self._sockets = sockets
         self._wake = wake
         self._scale = time_scale
@@ -111,7 +155,7 @@ class NixlTransport:
 
     async def start(self) -> None:
         self._peers = Peers(self.context, self._socket_s(_SEND_S), self._connection)
-        self._spawn(self.channel.serve(lambda: self._engine.handshake, self.endpoint))
+        self._spawn(self.channel.serve(lambda: self._engine.handshake, self.endpoint, self._region))
         self._spawn(self._listen(self._sockets.sockets[0][0][0]))
 
     async def close(self) -> None:
@@ -161,11 +205,12 @@ class NixlTransport:
     async def _shake(self, ask: AskHandshake) -> None:
         report: Report
         try:
-            told, endpoint = await shake_hands(self.context, ask.peer, self._socket_s(HANDSHAKE_S))
+            told, found = await shake_hands(self.context, ask.peer, self._socket_s(HANDSHAKE_S))
             report = HandshakeDone(ask.peer, told)
-            if endpoint is not None:
-                self._found(ask.peer, told.engine_id, endpoint)
-        except SideChannelError as error:
+            if found is not None:
+                self._mover.connect(ask.peer, found.region)
+                self._found(ask.peer, told.engine_id, found.endpoint)
+        except ValueError as error:
             log.error("handshake with %s: %s", ask.peer.engine_id, error)
             report = HandshakeFailed(ask.peer, str(error))
         finally:
@@ -176,7 +221,7 @@ class NixlTransport:
         address = f"{peer.host}:{peer.port}"
         self._endpoints[engine_id] = endpoint
         self._addresses.setdefault(endpoint, set()).add(address)
-        self._backend.find_peer(address)
+        self._mover.find_peer(address)
         self._peers.get(endpoint)
 
     def _notify(self, ask: Notify) -> None:
@@ -216,7 +261,7 @@ class NixlTransport:
     def _moved(self) -> None:
         for report in self._mover.run(now_ns(), _not_known_yet):
             ask = self._moves.pop(report.number)
-            if isinstance(report, MoveDone) and isinstance(ask, StartRead):
+            if isinstance(report, MoveDone) and isinstance(ask, StartRead) and not self._mover.checks:
                 self._ask_what_landed(ask)
             else:
                 self._report(report)
@@ -264,9 +309,9 @@ class NixlTransport:
         for address in self._addresses.get(endpoint, ()):
             if lost:
                 log.info("the agent behind %s has gone", address)
-                self._backend.lose_peer(address, now_ns())
+                self._mover.lose_peer(address, now_ns())
             else:
-                self._backend.find_peer(address)
+                self._mover.find_peer(address)
         if not lost:
             return
         for number in [number for number, landed in self._landed.items() if landed.endpoint == endpoint]:

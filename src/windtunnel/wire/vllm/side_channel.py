@@ -27,7 +27,7 @@ class SideChannelError(ValueError):
 
 
 class AgentMetadata(msgspec.Struct, frozen=True):
-    """The agent behind a side channel. Addresses are of memory that a simulator does not have: empty."""
+    """The agent behind a side channel. The two lists are empty where no real bytes are moved; otherwise they have one entry."""
 
     engine_id: str
     agent_metadata: bytes
@@ -71,15 +71,19 @@ def decode_answer(message: bytes) -> tuple[str, AgentMetadata | None]:
         return payload.compatibility_hash, None
 
 
-def agent_bytes(endpoint: str) -> bytes:
-    return _AGENT + endpoint.encode()
+def agent_bytes(endpoint: str, nixl: bytes = b"") -> bytes:
+    """`nixl` is the metadata of a NIXL agent, where real bytes are moved."""
+    return _AGENT + msgspec.msgpack.encode((endpoint, nixl))
 
 
-def endpoint_of(metadata: AgentMetadata) -> str:
-    """ip:port of the data plane. Raises SideChannelError for an agent that is not a simulator's."""
+def agent_of(metadata: AgentMetadata) -> tuple[str, bytes]:
+    """ip:port of the data plane, and the metadata of a NIXL agent or b"".
+
+    Raises SideChannelError for an agent that is not a simulator's.
+    """
     if not metadata.agent_metadata.startswith(_AGENT):
-        raise SideChannelError("the agent behind the side channel moves real memory, which a simulator does not have")
-    return metadata.agent_metadata[len(_AGENT) :].decode("utf-8", "replace")
+        raise SideChannelError("the agent behind the side channel is not a simulator's")
+    return _decode(metadata.agent_metadata[len(_AGENT) :], tuple[str, bytes], "an agent")
 
 
 # The data plane
