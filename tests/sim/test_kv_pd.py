@@ -10,6 +10,7 @@ from windtunnel.core.vllm.connector.engine import ConnectorEngine
 from windtunnel.sim.cluster import Cluster, RunResult, run
 from windtunnel.sim.policies import BUILT_IN
 from windtunnel.sim.scenario import Scenario, ScenarioError, parse_scenario
+from windtunnel.sim.sidecar import SidecarRouter
 
 WORKLOAD = {"rate": 20, "prompt_tokens": "uniform:20:300", "output_tokens": "uniform:5:60"}
 
@@ -36,6 +37,7 @@ def run_to_nothing(scenario: Scenario) -> tuple[Cluster, RunResult]:
         assert not engine.live() and not any(engine.outstanding().values())
         pool = engine._scheduler.pool
         assert pool.free_blocks == pool.usable_blocks
+    assert isinstance(cluster.router, SidecarRouter) and not cluster.router._next
     for counts in legs_of(result).values():
         assert not counts["in_flight"] and not counts["on_the_way"]
     return cluster, result

@@ -244,13 +244,14 @@ def _seed(shape: str, *, sound: bool = True) -> int:
     """The first seed with this kind of cluster."""
     for seed in range(1000):
         engines = random_scenario(seed).engines
-        kind = "pd" if engines[0].role == "prefill" else engines[0].kind
+        names = {"vllm": "vllm-pd", "sglang": "pd"}
+        kind = names[engines[0].kind] if engines[0].role == "prefill" else engines[0].kind
         if kind == shape and (kind != "pd" or ("tombstones" in engines[0].disagg) == sound):
             return seed
     raise AssertionError(f"no seed makes {shape}")
 
 
-@pytest.mark.parametrize(("shape", "sound"), [("sglang", True), ("pd", True), ("pd", False)])
+@pytest.mark.parametrize(("shape", "sound"), [("sglang", True), ("pd", True), ("pd", False), ("vllm-pd", True)])
 def test_swarm_seeds_replay(shape: str, sound: bool) -> None:
     seed = _seed(shape, sound=sound)
     first = run_seed(seed)

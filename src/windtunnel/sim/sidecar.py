@@ -4,7 +4,7 @@ The prefill leg goes first, with one token to make; its answer says where the KV
 run under the client's context: who leaves between the legs leaves the prefill's blocks behind, and nobody tells it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -73,13 +73,21 @@ class SidecarRouter(PairRouter):
     def _prefilled(self, leg: Attempt, owner: Attempt, params: Mapping[str, Any] | None) -> None:
         """The decode leg goes out with what the prefill has said; without any it computes everything itself."""
         self._release(leg)
-        request, decode = self._next.pop(owner.request_id)
-        if owner.cancelled:
+        following = self._next.pop(owner.request_id, None)
+        if owner.cancelled or following is None:
             self._wires.counts["left_between_the_legs"] += 1
             return
+        request, decode = following
         self._send(owner, replace(request, kv_transfer=params), decode, self._spec.lag)
 
+    def _leg_ended(self, leg: Attempt, failed: bool, at_client: Callable[[], None], at_ns: int) -> None:
+        if leg.owner is not None:
+            self._next.pop(leg.owner.request_id, None)
+        super()._leg_ended(leg, failed, at_client, at_ns)
+
     def _close(self, leg: Attempt) -> None:
+        if leg.owner is not None:
+            self._next.pop(leg.owner.request_id, None)
         if leg.engine == NEVER:
             leg.closed = True
         else:

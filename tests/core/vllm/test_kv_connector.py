@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.core.rig import VOCABULARY, request
+from tests.core.rig import VOCABULARY, lora, request
 from tests.core.vllm.kv_rig import LATENCY_NS, NULLS, READ_NS, Node, Pair, answer, decode_leg, prefill_leg
 
 from windtunnel.core.lifecycle import Event, State
@@ -292,6 +292,19 @@ def test_who_has_its_kv_already_goes_first() -> None:
     pair.rest()
 
 
+def test_a_loaded_request_waits_for_a_place_for_its_adapter() -> None:
+    pair = Pair(decode={"max_loras": 1})
+    pair.decode("a", pair.prefill("a", lora=lora("x")), lora=lora("x"))
+    pair.run(lambda: len(pair.d.mover) == 1)
+    pair.submit(pair.d, request("other", 20, 60, lora=lora("y")))
+    pair.run(lambda: pair.d.engine.outstanding()["loads"] == 0)
+    pair.run(limit_ns=pair.now_ns + 5_000)
+    assert state(pair.d, "a-d") is State.QUEUED and "other" not in pair.d.finish
+    pair.run(lambda: "a-d" in pair.d.finish)
+    assert "other" in pair.d.finish and pair.d.tokens["a-d"] == answer("a")
+    pair.rest()
+
+
 def test_an_abort_on_the_prefill_frees_at_once_and_answers_null() -> None:
     pair = Pair(pacing=lambda: StepPacing(10_000, 100, 0))
     pair.submit(pair.p, prefill_leg("a"))
@@ -394,6 +407,23 @@ def test_a_frozen_decode_sends_no_heartbeats() -> None:
     pair.d.engine.freeze(pair.now_ns + 80 * MS)
     pair.run(limit_ns=pair.now_ns + 60 * MS)
     assert pair.p.counters["nixl_num_kv_expired_reqs"] == 1 and pair.p.used_blocks == 0
+
+
+@pytest.mark.parametrize("side", ["p", "d"])
+def test_a_frozen_engine_reads_nothing_until_it_thaws(side: str) -> None:
+    """The bytes move without it; what is said to it waits, and on waking it is heard before any lease is looked at."""
+    pair = Pair()
+    pair.decode("a", pair.prefill("a"))
+    pair.run(lambda: len(pair.d.mover) == 1)
+    thaw_ns = pair.now_ns + 60 * MS
+    (pair.p if side == "p" else pair.d).engine.freeze(thaw_ns)
+    pair.run(limit_ns=thaw_ns - 1)
+    assert pair.p.used_blocks == (7 if side == "p" else 0)
+    assert ("a-d" in pair.d.finish) == (side == "p")
+    pair.rest()
+    assert pair.d.tokens["a-d"] == answer("a")
+    # A frozen decode has no heart, so the lease runs out before its word comes.
+    assert pair.p.counters["nixl_num_kv_expired_reqs"] == (side == "d")
 
 
 def test_a_notification_after_expiry_is_counted_and_the_decode_keeps_what_it_read() -> None:

@@ -6,6 +6,7 @@
 * The same run twice says the same.
 """
 
+import random
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -19,7 +20,7 @@ from tests.core.vllm.kv_rig import NULLS, Pair, answer
 
 from windtunnel.core.lifecycle import State
 from windtunnel.core.outputs import FinishReason
-from windtunnel.core.pacing import StepPacing
+from windtunnel.core.pacing import Duration, Pacing, RequestPacing, StepPacing
 from windtunnel.core.transfer.backends import Fate, Write
 from windtunnel.core.vllm.connector.engine import ConnectorEngine
 from windtunnel.core.vllm.connector.foreign import ForeignSource
@@ -72,6 +73,9 @@ class Setting:
     seqs: int
     budget: int
     caching: bool
+    late_aborts: bool
+    """Asynchronous scheduling."""
+    own_pace: bool
     old_timeout: bool
     bidirectional: bool
     fates: tuple[str, ...]
@@ -93,6 +97,8 @@ worlds = st.builds(
     seqs=st.integers(1, 6),
     budget=st.sampled_from([7, 40, 2048]),
     caching=st.booleans(),
+    late_aborts=st.booleans(),
+    own_pace=st.booleans(),
     old_timeout=st.booleans(),
     bidirectional=st.booleans(),
     fates=st.lists(st.sampled_from(["ok", "ok", "ok", "fail", "lost"]), min_size=1, max_size=8).map(tuple),
@@ -128,7 +134,7 @@ class Machine:
         setting = self.setting
         config = {
             "max_model_len": 144, "block_size": 16, "max_num_seqs": setting.seqs, "max_num_batched_tokens": setting.budget,
-            "enable_prefix_caching": setting.caching,
+            "enable_prefix_caching": setting.caching, "async_scheduling": setting.late_aborts,
         }  # fmt: skip
         pair = Pair(
             kv={
@@ -140,7 +146,7 @@ class Machine:
                 "decoder_kv_blocks_ttl_ns": LEASE_NS,
                 "expiry_margin_ns": 1_000,
             },
-            pacing=lambda: StepPacing(1_000, 10, 10),
+            pacing=self._pacing,
             prefill={**config, "num_blocks": setting.blocks[0]},
             decode={**config, "num_blocks": setting.blocks[1]},
             fate=self._fate,
@@ -150,6 +156,11 @@ class Machine:
         pair.drop = self._drop
         pair.delay_ns = self._delay
         return pair
+
+    def _pacing(self) -> Pacing:
+        if not self.setting.own_pace:
+            return StepPacing(1_000, 10, 10)
+        return RequestPacing(random.Random(3), Duration(4_000, 2_000, "lognormal"), Duration(900, 500, "normal"))
 
     # The wires. Wishes are taken in turn, so a run is a function of its setting
 
@@ -295,7 +306,7 @@ def bones(machine: Machine) -> list[Any]:
     ]
 
 
-@given(worlds, st.lists(legs, min_size=1, max_size=7))
+@given(worlds.map(lambda setting: replace(setting, late_aborts=False, own_pace=False)), st.lists(legs, min_size=1, max_size=7))
 @settings(max_examples=25, deadline=None)
 def test_the_engine_for_virtual_time_does_the_same(setting: Setting, all_legs: list[Leg]) -> None:
     """`RunConnectorEngine`: the same steps, transitions, statistics and asks; its tokens leave in runs."""
@@ -307,8 +318,8 @@ def test_the_engine_for_virtual_time_does_the_same(setting: Setting, all_legs: l
 
 
 CALM = Setting(
-    push=False, policy="fail", blocks=(40, 40), seqs=4, budget=2048, caching=True, old_timeout=False, bidirectional=False,
-    fates=("ok",), lost=(False,), delays=(500,), doubled=False,
+    push=False, policy="fail", blocks=(40, 40), seqs=4, budget=2048, caching=True, late_aborts=False, own_pace=False,
+    old_timeout=False, bidirectional=False, fates=("ok",), lost=(False,), delays=(500,), doubled=False,
 )  # fmt: skip
 
 

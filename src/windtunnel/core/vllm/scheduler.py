@@ -270,13 +270,17 @@ class VllmScheduler:
                 return
 
     def _defer_for_lora(self, sequence: VllmSequence, now_ns: int) -> bool:
-        lora, slots = sequence.request.lora, self.config.max_loras
-        if lora is None or not slots or lora.lora_id in self._running_loras or len(self._running_loras) < slots:
+        lora = sequence.request.lora
+        if lora is None or self._lora_fits(lora.lora_id):
             return False
         self.waiting.remove(sequence)
         self.log.record(sequence, Event.DEFER, now_ns, {"reason": "lora_slots"})
         self.deferred.add_for_lora(sequence, lora.lora_id)
         return True
+
+    def _lora_fits(self, lora_id: int) -> bool:
+        slots = self.config.max_loras
+        return not slots or lora_id in self._running_loras or len(self._running_loras) < slots
 
     def _try_admit(self, sequence: VllmSequence, step: Step, now_ns: int) -> bool:
         prefix = self._cached_prefix(sequence)

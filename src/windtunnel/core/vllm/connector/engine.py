@@ -12,12 +12,15 @@ from windtunnel.core.vllm.connector.config import KvTransferConfig
 from windtunnel.core.vllm.connector.loads import LOAD_FAILED, Freed, Loaded, LoadFailed, Outcome, Overwrote
 from windtunnel.core.vllm.connector.nixl import NixlConnector
 from windtunnel.core.vllm.connector.scheduler import ConnectorCompletion, ConnectorScheduler
-from windtunnel.core.vllm.connector.seam import Ask, Handshake, Report
+from windtunnel.core.vllm.connector.seam import Arrived, Ask, Handshake, Report
 from windtunnel.core.vllm.control import DEATH
 from windtunnel.core.vllm.engine import VllmEngine
 from windtunnel.core.vllm.scheduler import VllmScheduler
 from windtunnel.core.vllm.sequence import VllmSequence
 from windtunnel.core.vllm.step import Step
+
+MAX_UNREAD = 65536
+"""Words of others that a frozen engine keeps; answers to its own asks are as many as these."""
 
 
 class ConnectorEngine(VllmEngine):
@@ -38,6 +41,8 @@ class ConnectorEngine(VllmEngine):
         pool = self._scheduler.pool
         self.connector = NixlConnector(kv, pool, block_size=config.block_size, num_blocks=config.num_blocks)
         self._scheduler.connector = self.connector
+        self._unread: list[Report] = []
+        """What came in while the engine was frozen."""
 
     # Requests
 
@@ -55,6 +60,7 @@ class ConnectorEngine(VllmEngine):
         """Whoever waits for our blocks, or we for theirs: all is forgotten, and nobody is told."""
         failed = super().kill(now_ns, message)
         self._apply(self.connector.clear(), now_ns)
+        self._unread.clear()
         self._publish_due = False
         return failed
 
@@ -66,7 +72,7 @@ class ConnectorEngine(VllmEngine):
 
     def _timer_at(self) -> int | None:
         """Leases and heartbeats live in the engine's loop: a frozen engine has neither."""
-        at_ns = self.connector.next_event_at()
+        at_ns = 0 if self._unread else self.connector.next_event_at()
         if at_ns is None or self.control.death is not None:
             return None
         return max(at_ns, self.control.frozen_until_ns)
@@ -76,6 +82,9 @@ class ConnectorEngine(VllmEngine):
         while (at_ns := self._timer_at()) is not None and at_ns <= now_ns:
             done += super().advance(at_ns)
             self._wake(at_ns)
+            unread, self._unread = self._unread, []
+            for report in unread:
+                self._apply(self.connector.receive(report, at_ns), at_ns)
             self._apply(self.connector.run(at_ns), at_ns)
         return done + super().advance(now_ns)
 
@@ -105,6 +114,10 @@ class ConnectorEngine(VllmEngine):
 
     def receive(self, report: Report, now_ns: int) -> None:
         if self.control.death is not None:
+            return
+        if now_ns < self.control.frozen_until_ns:
+            if len(self._unread) < MAX_UNREAD or not isinstance(report, Arrived):
+                self._unread.append(report)
             return
         self._wake(now_ns)
         self._apply(self.connector.receive(report, now_ns), now_ns)

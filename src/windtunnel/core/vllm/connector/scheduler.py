@@ -40,9 +40,17 @@ class ConnectorScheduler(VllmScheduler):
     # What is due
 
     def next_event_at(self, clock_ns: int) -> int | None:
-        if self.loaded and len(self.running) < self.config.max_num_seqs:
-            return clock_ns
-        return super().next_event_at(clock_ns)
+        return clock_ns if self._next_loaded() is not None else super().next_event_at(clock_ns)
+
+    def _next_loaded(self) -> str | None:
+        """The first that may go on: there is a place, and one for its adapter."""
+        if not self.loaded or len(self.running) >= self.config.max_num_seqs:
+            return None
+        for request_id, (sequence, _load) in self.loaded.items():
+            lora = sequence.request.lora
+            if lora is None or self._lora_fits(lora.lora_id):
+                return request_id
+        return None
 
     def queues(self) -> tuple[Iterable[VllmSequence], ...]:
         away = (sequence for sequence, _load in self.transferring.values())
@@ -70,8 +78,8 @@ class ConnectorScheduler(VllmScheduler):
     # Admission
 
     def _admit(self, step: Step, now_ns: int) -> None:
-        while step.budget and self.loaded and len(self.running) < self.config.max_num_seqs:
-            self._admit_loaded(next(iter(self.loaded)), step, now_ns)
+        while step.budget and (request_id := self._next_loaded()) is not None:
+            self._admit_loaded(request_id, step, now_ns)
         super()._admit(step, now_ns)
 
     def _admit_loaded(self, request_id: str, step: Step, now_ns: int) -> None:
@@ -100,13 +108,6 @@ class ConnectorScheduler(VllmScheduler):
         if sequence.request.report_cached_blocks and load.first:
             self.report(sequence, 0, load.first)
 
-    def _count_admission(self, sequence: VllmSequence, cached: int, loaded_blocks: int, step: Step, now_ns: int) -> None:
-        """Whatever the pool has not is looked up through the connector."""
-        first = not sequence.admitted
-        super()._count_admission(sequence, cached, loaded_blocks, step, now_ns)
-        if first:
-            step.external_queries += sequence.num_tokens - cached
-
     def _try_admit(self, sequence: VllmSequence, step: Step, now_ns: int) -> bool:
         if self.connector.wants(sequence.request_id):
             hits = self._cached_prefix(sequence)
@@ -114,8 +115,12 @@ class ConnectorScheduler(VllmScheduler):
             external = self.connector.external_tokens(sequence.request, local)
             if external:
                 return self._begin_load(sequence, hits, local + external, now_ns)
+        first = not sequence.admitted
         if not super()._try_admit(sequence, step, now_ns):
             return False
+        if first:
+            # Whatever the pool has not is looked up through the connector.
+            step.external_queries += sequence.num_tokens - sequence.cached_tokens
         if self.connector.wants(sequence.request_id):
             self.connector.skip(sequence.request_id, now_ns)
         if self._foreign:
