@@ -13,10 +13,13 @@ import time
 import tracemalloc
 from collections.abc import Callable, Iterable
 
+from windtunnel.core.engine import Engine
 from windtunnel.core.kv.blocks import BlockPool
 from windtunnel.core.kv.hashing import BlockHasher
 from windtunnel.core.pacing import Duration, Pacing, RequestPacing, StepPacing
 from windtunnel.core.request import EngineRequest
+from windtunnel.core.sglang.config import SglangEngineConfig
+from windtunnel.core.sglang.engine import SglangEngine
 from windtunnel.core.sources import OracleSource
 from windtunnel.core.vllm import VllmEngine, VllmEngineConfig
 
@@ -37,16 +40,37 @@ def engine_with(sequences: int, pacing: Pacing, *, events: bool = False) -> Vllm
     )
     engine = VllmEngine(config, pacing)
     for number in range(sequences):
-        prompt = tuple(range(number, number + 100 + number % 61))
-        engine.submit([EngineRequest(f"cmpl-{number}-0", prompt, OracleSource(number, VOCABULARY, None), 2900, 0)], 0)
+        engine.submit([_request(number)], 0)
     return engine
+
+
+def _request(number: int) -> EngineRequest:
+    prompt = tuple(range(number, number + 100 + number % 61))
+    return EngineRequest(f"cmpl-{number}-0", prompt, OracleSource(number, VOCABULARY, None), 2900, 0)
 
 
 def step_us(sequences: int, runs: int = 60, *, events: bool = False) -> float:
     """Mean CPU time of one pure decode step in the best run, in microseconds."""
-    engine = engine_with(sequences, StepPacing(1_000_000, 0, 0), events=events)
-    engine.advance(5_000_000)
-    now_ns = 5_000_000
+    return _step_us(engine_with(sequences, StepPacing(1_000_000, 0, 0), events=events), sequences, runs)
+
+
+def sglang_step_us(sequences: int, runs: int = 60) -> float:
+    """The same for SGLang's engine, pages of one token."""
+    config = SglangEngineConfig(
+        max_total_num_tokens=sequences * 3200,
+        max_running_requests=sequences,
+        chunked_prefill_size=-1,
+        max_prefill_tokens=1 << 20,
+    )
+    engine = SglangEngine(config, StepPacing(1_000_000, 0, 0), random.Random(0))
+    for number in range(sequences):
+        engine.submit([_request(number)], 0)
+    return _step_us(engine, sequences, runs)
+
+
+def _step_us(engine: Engine, sequences: int, runs: int) -> float:
+    now_ns = 20_000_000
+    engine.advance(now_ns)
 
     def run() -> float:
         nonlocal now_ns
@@ -112,6 +136,33 @@ def cached_blocks_mib(blocks: int = 1_000_000) -> float:
     return used / 2**20
 
 
+def block_cycle_us(cached: int, blocks: int = 6_400) -> float:
+    """For one block, beside so many cached ones: looked up, touched, freed, taken again, and entered under a new hash."""
+    pool = BlockPool(cached + 1, 16)
+    hashes = [number.to_bytes(32, "big") for number in range(cached)]
+    taken = pool.allocate(cached)
+    pool.enter(taken, hashes, 0, cached)
+    pool.free(taken)
+    fresh = cached
+
+    def run() -> float:
+        nonlocal fresh
+        new = [(fresh + number).to_bytes(32, "big") for number in range(blocks)]
+        fresh += blocks
+        started_ns = time.process_time_ns()
+        found = pool.lookup(hashes[-blocks:], blocks)
+        pool.touch(found)
+        pool.free(found)
+        taken = pool.allocate(blocks)
+        pool.enter(taken, new, 0, blocks)
+        pool.free(taken)
+        used_us = (time.process_time_ns() - started_ns) / blocks / 1000
+        hashes.extend(new)
+        return used_us
+
+    return min(run() for _ in range(RUNS))
+
+
 def yardstick_us() -> float:
     """100,000 additions in a loop: what this interpreter on this machine is worth at this moment."""
 
@@ -129,11 +180,14 @@ MEASURES: dict[str, Callable[[], float]] = {
     "yardstick_us": yardstick_us,
     "decode_step_us_256": lambda: step_us(256),
     "decode_step_us_256_with_kv_events": lambda: step_us(256, events=True),
+    "decode_step_us_256_sglang": lambda: sglang_step_us(256),
     "decode_step_us_1024": lambda: step_us(1024, 20),
     "token_us_10000_sequences_own_pace": lambda: token_us(10_000, OWN_PACE),
     "token_us_256_sequences_as_fast_as_possible": lambda: token_us(256, NO_TIME),
     "hash_and_match_100k_tokens_ms": long_prompt_ms,
     "one_million_cached_blocks_mib": cached_blocks_mib,
+    "block_cycle_us_ten_thousand_cached": lambda: block_cycle_us(10_000),
+    "block_cycle_us_one_million_cached": lambda: block_cycle_us(1_000_000),
 }
 
 

@@ -13,6 +13,7 @@ from tests.core.rig import VOCABULARY, Rig, hash_of, lora, request
 from windtunnel.core.lifecycle import Event, State
 from windtunnel.core.outputs import FinishReason
 from windtunnel.core.pacing import Duration, Pacing, RequestPacing, StepPacing
+from windtunnel.core.request import MediaItem
 from windtunnel.core.sources import OracleSource
 
 PACINGS: dict[str, Callable[[], Pacing]] = {
@@ -36,6 +37,7 @@ class Arrival:
     adapter: str | None
     deferred_ns: int
     abort_after_ns: int | None
+    picture: str | None
 
 
 arrivals = st.builds(
@@ -49,6 +51,7 @@ arrivals = st.builds(
     adapter=st.none() | st.sampled_from("xyz"),
     deferred_ns=st.just(0) | st.integers(1, 20_000),
     abort_after_ns=st.none() | st.integers(0, 40_000),
+    picture=st.none() | st.sampled_from(["cat", "dog"]),
 )
 configs = st.fixed_dictionaries(
     {
@@ -78,6 +81,7 @@ def build(name: str, arrival: Arrival) -> Any:
         arrival_ns=arrival.at_ns,
         priority=arrival.priority,
         lora=lora(arrival.adapter) if arrival.adapter else None,
+        media=(MediaItem(arrival.picture, 2, 9),) if arrival.picture else (),
         deferred_until_ns=arrival.at_ns + arrival.deferred_ns if arrival.deferred_ns else 0,
     )
 

@@ -10,7 +10,7 @@ import pytest
 from tests.core.rig import request
 
 from windtunnel.core.kv.hashing import ALGORITHMS, BlockHasher, ExtraKeys, wire_hash
-from windtunnel.core.request import Lora
+from windtunnel.core.request import Lora, MediaItem
 
 GOLDEN = Path(os.environ.get("WINDTUNNEL_GOLDEN") or Path(__file__).parents[3] / "shared" / "golden") / "vllm"
 needs_golden = pytest.mark.skipif(not GOLDEN.is_dir(), reason=f"no recordings at {GOLDEN}; set WINDTUNNEL_GOLDEN")
@@ -57,7 +57,7 @@ def test_recorded_events_of_plain_salted_and_adapted_prompts() -> None:
         recorded = as_request(event)
         hashes = BlockHasher("sha256", event["block_size"], "0").prompt_hashes(recorded)
         assert [wire_hash(digest) for digest in hashes] == event["block_hashes"]
-        shown = [list(keys) if keys else None for keys in ExtraKeys(recorded).shown(0, len(hashes))]
+        shown = [list(keys) if keys else None for keys in ExtraKeys(recorded).shown(0, len(hashes), event["block_size"])]
         assert shown == event["extra_keys"]
         kinds.add((recorded.lora is not None, recorded.cache_salt is not None))
     assert kinds == {(False, False), (True, False), (False, True)}
@@ -109,3 +109,31 @@ def test_a_prompt_hashed_in_parts_has_the_same_hashes(blocks_at_once: int) -> No
     *_, last = hasher.in_parts(prompt, blocks_at_once)
     assert last == hasher.prompt_hashes(prompt)
     assert hasher.prompt_hashes(request("a", 3)) == []
+
+
+def test_a_medium_is_a_key_of_the_blocks_that_its_tokens_touch() -> None:
+    """As vLLM orders them: adapter, media with their offset from the block's start, salt."""
+    item = MediaItem("cat", 14, 20)
+    prompt = (7,) * 64
+    keys = ExtraKeys(request("a", prompt, media=(item, MediaItem("dog", 40, 4)), lora=Lora("x", "/x", 1), cache_salt="s"))
+    lora = ("lora", "x", "/x")
+    assert keys.of(0, 16) == (lora, ("mm", "cat", 14), ("cache_salt", "s"))
+    assert keys.of(1, 16) == (lora, ("mm", "cat", -2))
+    assert keys.of(2, 16) == (lora, ("mm", "cat", -18), ("mm", "dog", 8))
+    assert keys.of(3, 16) == (lora,)
+    assert keys.shown(1, 3, 16) == (("x", ("cat", -2)), ("x", ("cat", -18), ("dog", 8)), ("x",))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_equal_placeholders_of_other_media_hash_apart_from_there_on(algorithm: str) -> None:
+    hasher = BlockHasher(algorithm, 16, "1")
+    prompt = (7,) * 64
+    plain = hasher.prompt_hashes(request("a", prompt))
+    cat, dog, later = (hasher.prompt_hashes(request("a", prompt, media=(MediaItem(*item),))) for item in MEDIA)
+    assert plain[0] == cat[0] == dog[0] == later[0]
+    assert len({plain[1], cat[1], dog[1], later[1]}) == 4
+    assert len({plain[3], cat[3], dog[3], later[3]}) == 4
+    assert cat == hasher.prompt_hashes(request("b", prompt, media=(MediaItem(*MEDIA[0]),)))
+
+
+MEDIA = (("cat", 20, 8), ("dog", 20, 8), ("cat", 21, 8))

@@ -1,4 +1,4 @@
-"""The host tier: against a naive model of two sets, and as the engine and its events show it."""
+"""The tiers behind the pool: against naive sets, and as the engine and its events show them."""
 
 from random import Random
 from typing import Any
@@ -10,7 +10,7 @@ from tests.core.rig import STEP_NS, Rig, replay, request
 from tests.core.test_engine_properties import arrivals, build, configs
 
 from windtunnel.core.kv.blocks import NULL_BLOCK, BlockPool
-from windtunnel.core.kv.tiers import HostTier, runs_of
+from windtunnel.core.kv.tiers import HOST, Tier, runs_of
 from windtunnel.core.lifecycle import Event
 from windtunnel.core.outputs import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from windtunnel.core.pacing import Duration, RequestPacing
@@ -22,13 +22,18 @@ class Media:
     def __init__(self) -> None:
         self.gpu: set[bytes] = set()
         self.cpu: set[bytes] = set()
+        self.disk: set[bytes] = set()
+
+    def of(self, medium: str) -> set[bytes]:
+        return {"GPU": self.gpu, "CPU": self.cpu, "DISK": self.disk}[medium]
 
     def fold(self, event: KvEvent) -> None:
         if isinstance(event, AllBlocksCleared):
             self.gpu.clear()
             self.cpu.clear()
+            self.disk.clear()
             return
-        known = {"GPU": self.gpu, "CPU": self.cpu}[event.medium]
+        known = self.of(event.medium)
         if isinstance(event, BlockStored):
             assert not known & set(event.block_hashes), "stored twice"
             known |= set(event.block_hashes)
@@ -55,7 +60,9 @@ class TieredRig(Rig):
     def check(self) -> None:
         assert self.media.gpu == self.engine.cached_hashes
         assert self.media.cpu == self.engine.host_hashes
+        assert self.media.disk == self.engine.disk_hashes
         assert not self.media.gpu & self.media.cpu
+        assert not (self.media.gpu | self.media.cpu) & self.media.disk
 
     def ran(self, name: str, prompt: Any, max_tokens: int = 8, **more: Any) -> dict[str, Any]:
         self.submit(request(name, prompt, max_tokens, **more))
@@ -151,13 +158,44 @@ def test_a_prefix_may_lie_in_turns_in_both() -> None:
     pool.check_integrity([("me", [taken, *held])])
 
 
-def test_a_reset_clears_both() -> None:
-    rig = TieredRig(num_blocks=9, max_model_len=128, host_blocks=100)
+def test_what_the_host_has_no_room_for_comes_back_from_disk() -> None:
+    rig = TieredRig(num_blocks=9, max_model_len=128, host_blocks=1, disk_blocks=100)
+    rig.ran("a", PROMPT)
+    crowd_out(rig)
+    assert len(rig.engine.host_hashes) == 1 and len(rig.engine.disk_hashes) >= 3
+    assert rig.ran("b", PROMPT) == {"prompt_tokens": 64, "cached_tokens": 48, "host_tokens": 16, "disk_tokens": 32}
+    assert (sum(rig.stats("external_hits")), sum(rig.stats("disk_hits"))) == (48, 32)
+
+
+def test_the_disk_has_a_price_and_a_size_of_its_own() -> None:
+    def step_ns(**config: Any) -> int:
+        rig = TieredRig(num_blocks=9, max_model_len=128, host_blocks=1, disk_blocks=100, **config)
+        rig.ran("a", PROMPT)
+        crowd_out(rig)
+        started_ns = rig.now_ns
+        rig.ran("b", PROMPT, 1)
+        return rig.now_ns - started_ns
+
+    assert step_ns(host_block_ns=7, disk_block_ns=300) - step_ns() == 7 + 2 * 300
+    rig = TieredRig(num_blocks=9, max_model_len=128, host_blocks=1, disk_blocks=1)
+    rig.ran("a", PROMPT)
+    crowd_out(rig)
+    assert len(rig.engine.disk_hashes) == 1
+
+
+def test_a_disk_needs_a_host_in_front_of_it() -> None:
+    with pytest.raises(ValueError, match="disk_blocks is 5: needs host_blocks"):
+        TieredRig(disk_blocks=5)
+
+
+@pytest.mark.parametrize("disk_blocks", [0, 50])
+def test_a_reset_clears_both(disk_blocks: int) -> None:
+    rig = TieredRig(num_blocks=9, max_model_len=128, host_blocks=2 if disk_blocks else 100, disk_blocks=disk_blocks)
     rig.ran("a", PROMPT)
     crowd_out(rig)
     assert rig.engine.host_hashes
     assert rig.engine.reset_prefix_cache(rig.now_ns)
-    assert not rig.engine.host_hashes
+    assert not rig.engine.host_hashes and not rig.engine.disk_hashes
     assert rig.ran("b", PROMPT)["cached_tokens"] == 0
 
 
@@ -175,16 +213,16 @@ def test_runs_and_limits() -> None:
     assert runs_of([1, 2, 5, 7, 8]) == [(1, 3), (5, 6), (7, 9)]
     assert runs_of([]) == []
     with pytest.raises(ValueError, match="capacity is 0"):
-        HostTier(0, 16, None)
+        Tier(HOST, 0, 16, None)
 
 
 @settings(max_examples=120, deadline=None)
-@given(st.integers(0, 10**6), st.integers(1, 12))
-def test_a_lookup_finds_the_union_of_two_naive_sets(seed: int, capacity: int) -> None:
-    """Sequences over a small alphabet come, are entered, and go; the tier is a list, oldest first."""
+@given(st.integers(0, 10**6), st.integers(1, 12), st.integers(0, 6))
+def test_a_lookup_finds_the_union_of_naive_sets(seed: int, capacity: int, disk_capacity: int) -> None:
+    """Sequences over a small alphabet come, are entered, and go; a tier is a list, oldest first."""
     chance = Random(seed)
-    pool = BlockPool(9, 1, collect_events=True, host_blocks=capacity)
-    media, host = Media(), list[bytes]()
+    pool = BlockPool(9, 1, collect_events=True, host_blocks=capacity, disk_blocks=disk_capacity)
+    media, host, disk = Media(), list[bytes](), list[bytes]()
     held: dict[str, list[int]] = {}
     for number in range(80):
         if held and (chance.random() < 0.5 or pool.free_blocks < 4):
@@ -199,33 +237,41 @@ def test_a_lookup_finds_the_union_of_two_naive_sets(seed: int, capacity: int) ->
             held[str(number)] = blocks
         for event in pool.take_events():
             media.fold(event)
-            _follow(host, event, capacity)
+            _follow(host, event, capacity, disk, disk_capacity)
         assert pool.tier is not None
         assert media.gpu == pool.cached_hashes
         assert media.cpu == pool.tier.hashes == set(host)
-        union = media.gpu | media.cpu
+        assert media.disk == set(disk) == (pool.tier.behind.hashes if pool.tier.behind else set())
+        union = media.gpu | media.cpu | media.disk
         path = [b"aba"[:stop] for stop in (1, 2, 3)]
         expected = next((at for at, digest in enumerate(path) if digest not in union), 3)
         found = pool.lookup_tiers(path, 3)
         assert len(found) == expected
-        assert all((block == NULL_BLOCK) == (digest in media.cpu) for block, digest in zip(found, path, strict=False))
+        assert all((block == NULL_BLOCK) == (digest not in media.gpu) for block, digest in zip(found, path, strict=False))
         pool.check_integrity(held.items())
 
 
-def _follow(host: list[bytes], event: KvEvent, capacity: int) -> None:
-    """The naive tier: what leaves the GPU is put at the end, what is over the size goes from the front."""
+def _follow(host: list[bytes], event: KvEvent, capacity: int, disk: list[bytes], disk_capacity: int) -> None:
+    """The naive tiers: what leaves the GPU is put at the end, what is over the size goes from the front to the next."""
     if isinstance(event, BlockRemoved) and event.medium == "GPU":
         host += event.block_hashes
-        del host[: max(0, len(host) - capacity)]
+        over = max(0, len(host) - capacity)
+        disk += host[:over]
+        del host[:over]
+        del disk[: max(0, len(disk) - disk_capacity)]
     elif isinstance(event, BlockStored) and event.medium == "GPU":
         host[:] = [digest for digest in host if digest not in event.block_hashes]
+        disk[:] = [digest for digest in disk if digest not in event.block_hashes]
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(arrivals, min_size=1, max_size=12), configs, st.integers(1, 30))
-def test_any_run_of_the_engine_keeps_both_media_exact(requests: Any, config: dict[str, Any], host_blocks: int) -> None:
+@given(st.lists(arrivals, min_size=1, max_size=12), configs, st.integers(1, 30), st.integers(0, 9))
+def test_any_run_of_the_engine_keeps_all_media_exact(
+    requests: Any, config: dict[str, Any], host_blocks: int, disk_blocks: int
+) -> None:
     needed = 160 // config["block_size"] + 2
     values = {**config, "num_blocks": max(config["num_blocks"], needed), "max_model_len": 160, "host_blocks": host_blocks}
+    values["disk_blocks"] = disk_blocks
     rig = UncheckedCopies(host_block_ns=9, **values)
     for number, arrival in enumerate(sorted(requests, key=lambda one: one.at_ns)):
         rig.run(lambda: rig.now_ns >= arrival.at_ns)  # noqa: B023 (called at once)
@@ -252,7 +298,9 @@ class UncheckedCopies(TieredRig):
 def replay_medium(media: Media, event: BlockStored | BlockRemoved) -> None:
     if event.medium == "GPU":
         replay(media.gpu, event)
-    elif isinstance(event, BlockStored):
-        media.cpu |= set(event.block_hashes)
+        return
+    known = media.of(event.medium)
+    if isinstance(event, BlockStored):
+        known |= set(event.block_hashes)
     else:
-        media.cpu -= set(event.block_hashes)
+        known -= set(event.block_hashes)

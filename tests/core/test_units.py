@@ -35,6 +35,18 @@ def test_bad_durations_say_what_is_right(text: str) -> None:
         parse_duration_ns(text)
 
 
+@pytest.mark.parametrize("text", ["1000000001s", "999999999h", "1000000000s1ns", "9" * 99 + "s"])
+def test_more_than_a_clock_can_take_is_out_of_range(text: str) -> None:
+    with pytest.raises(ValueError, match="out of range: it must be at most 1000000000s"):
+        parse_duration_ns(text)
+
+
+def test_an_endless_text_is_no_duration_and_is_not_repeated_whole() -> None:
+    with pytest.raises(ValueError, match="is not a duration") as caught:
+        parse_duration_ns("9" * 2_000_000 + "s")
+    assert len(str(caught.value)) < 300
+
+
 @given(st.integers(0, 10**18))
 def test_formatting_is_read_back(ns: int) -> None:
     assert parse_duration_ns(format_duration(ns)) == ns

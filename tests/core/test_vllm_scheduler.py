@@ -8,6 +8,7 @@ from tests.core.rig import EOS, STEP_NS, Rig, expected, lora, request
 from windtunnel.core.lifecycle import Event, State
 from windtunnel.core.outputs import FinishReason
 from windtunnel.core.pacing import Duration, RequestPacing, StepPacing
+from windtunnel.core.request import Repetition
 from windtunnel.core.sources import SequenceSource
 
 
@@ -241,6 +242,38 @@ def test_stop_token_ids_and_eos_end_in_order_and_wait_for_min_tokens() -> None:
     assert rig.finish.pop("ignore") is FinishReason.LENGTH
     assert set(rig.finish.values()) == {FinishReason.STOP}, "a stop token comes before the length"
     assert rig.stop_reason == {"eos": None, "end": None, "extra": 8888, "stop": 7, "min": 7, "both": 7, "ignore": None}
+
+
+@pytest.mark.parametrize(
+    ("text", "rule", "made"),
+    [
+        ([5, 1, 2, 1, 2, 1, 2, 9], Repetition(1, 4, 3), 7),
+        ([5, 1, 2, 1, 2, 1, 2, 9], Repetition(3, 4, 2), 12),
+        ([4, 4, 4, 4], Repetition(1, 1, 2), 2),
+        ([1, 2, 3, 1, 2, 3], Repetition(1, 2, 2), 12),
+        (list(range(40)) * 2, Repetition(1, 40, 2), 80),
+        ([3, 7, 7], Repetition(1, 1, 2), 3),
+    ],
+)
+def test_a_repetition_ends_a_sequence_last_of_all_reasons(text: list[int], rule: Repetition, made: int) -> None:
+    rig = Rig()
+    limit = 12 if made == 12 else 100
+    rig.submit(request("a", 18, limit, source=SequenceSource([*text, *range(100, 200)], ignore_eos=True), repetition=rule))
+    rig.run()
+    assert len(rig.tokens["a"]) == made
+    assert rig.finish["a"] is (FinishReason.LENGTH if made == 12 else FinishReason.REPETITION)
+
+
+def test_eos_stop_tokens_and_length_come_before_a_repetition() -> None:
+    rig = Rig()
+    rule = Repetition(1, 1, 2)
+    rig.submit(
+        request("stop", 4, 9, source=SequenceSource([7, 7]), repetition=rule, stop_token_ids=frozenset({7}), min_tokens=2)
+    )
+    rig.submit(request("length", 4, 2, source=SequenceSource([5, 5, 5]), repetition=rule))
+    rig.submit(request("eos", 4, 9, source=SequenceSource([EOS, EOS]), repetition=rule, min_tokens=2))
+    rig.run()
+    assert rig.finish == {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "eos": FinishReason.STOP}
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 3, 16, 32])

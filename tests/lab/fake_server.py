@@ -36,6 +36,7 @@ DEFECTS = {
     "miscount": "cancel_miscounted",
     "abort-others": "collateral_abort",
     "slow-after": "survivor_slowdown",
+    "leak-transfer": "transfer_orphan",
 }
 """Defect → the finding that it must raise."""
 EXIT_STATUS = 7
@@ -132,6 +133,8 @@ class FakeServer:
         return self.has(defect) and self.harmed <= 5
 
     def metrics(self) -> str:
+        if "leak-transfer" in self.defects:
+            return self.sglang_metrics()
         lines = {
             'vllm:num_requests_running{engine="0"}': self.running
             + self.drifted
@@ -142,6 +145,12 @@ class FakeServer:
             'vllm:request_success_total{engine="0",finished_reason="length"}': self.finished,
         }
         return "# HELP x y\n" + "".join(f"{name} {value}\n" for name, value in lines.items())
+
+    def sglang_metrics(self) -> str:
+        """A prefill worker's: whoever leaves stays in the queue of transfers."""
+        names = ("num_running_reqs", "num_queue_reqs", "token_usage", "num_prefill_inflight_queue_reqs")
+        values = (self.running, self.waiting, self.running * 0.01, self.left)
+        return "".join(f'sglang:{name}{{tp_rank="0"}} {value}\n' for name, value in zip(names, values, strict=True))
 
     async def generate(
         self, ask: dict[str, object], chat: bool, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -172,6 +181,7 @@ class FakeServer:
         self.left += 1
         if "deaf" in self.defects:
             await asyncio.gather(working, return_exceptions=True)
+            self.finished += 1
         working.cancel()
         self.running -= "leak-slot" not in self.defects
         self.drifted += "drift" in self.defects
@@ -202,13 +212,16 @@ class FakeServer:
             chunk(writer, json.dumps({"error": {"message": "engine says no", "code": 500}}))
             words = []
         request_id = self.ids[writer]
+        left = self.left
         for at, word in enumerate(words):
-            await asyncio.sleep(itl_s * (20 if self.has("slow-after") else 1))
+            slow = "slow-after" in self.defects and self.left > left
+            await asyncio.sleep(itl_s * (6 if slow else 1))
             self.generated += 1
             if 0 < self.exit_after_tokens <= self.generated:
                 os._exit(EXIT_STATUS)
             if f"{request_id}-0" in self.aborted or (at == 2 and self.has("abort-others")):
                 chunk(writer, json.dumps({"id": request_id, "choices": [{"index": 0, "text": "", "finish_reason": "abort"}]}))
+                self.finished -= 1  # what was aborted is not counted when the stream ends
                 break
             if at == 3 and self.has("cut"):
                 writer.transport.abort()

@@ -200,6 +200,15 @@ async def test_a_server_that_is_never_ready_is_stopped(tmp_path: Path, pids: Pat
     assert alive(pids) == []
 
 
+async def test_a_process_that_made_a_session_of_its_own_ends_with_its_arm(tmp_path: Path, pids: Path) -> None:
+    words = shlex.split(server_command("--pids", str(pids)))
+    launcher = f"import subprocess; subprocess.Popen({words!r}, start_new_session=True).wait()"
+    command = f"{shlex.quote(sys.executable)} -c {shlex.quote(launcher)}"
+    async with running(Arm(command=command), tmp_path / "log", time_scale=1, seed=0):
+        assert len(alive(pids)) == 1
+    await until(lambda: alive(pids) == [])
+
+
 async def test_cancelling_stops_the_server(tmp_path: Path, pids: Path) -> None:
     up = asyncio.Event()
 

@@ -98,5 +98,5 @@ def test_the_self_test_counts_what_was_named_right() -> None:
     assert document["false_alarm_rate"] == pytest.approx(2 / 3)
     assert not document["goal_met"]
     order = schedule([case, Case("x", "y")], 3, seed=1)
-    assert sum(one is None for one, _ in order) == 6 == sum(one is not None for one, _ in order)
+    assert sum(planted for _, planted, _ in order) == 6 == sum(not planted for _, planted, _ in order)
     assert order == schedule([case, Case("x", "y")], 3, seed=1) != schedule([case, Case("x", "y")], 3, seed=2)

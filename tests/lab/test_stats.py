@@ -4,7 +4,15 @@ import math
 
 import pytest
 
-from windtunnel.lab.stats import clopper_pearson, compare_means, compare_rates, permutation_p, wilson
+from windtunnel.lab.stats import (
+    clopper_pearson,
+    compare_clustered,
+    compare_means,
+    compare_rates,
+    paired_p,
+    permutation_p,
+    wilson,
+)
 
 
 @pytest.mark.parametrize(
@@ -73,3 +81,21 @@ def test_impossible_counts_are_refused(counts: tuple[int, int]) -> None:
 def test_empty_samples_are_refused() -> None:
     with pytest.raises(ValueError, match="at least one value"):
         compare_means([], [1])
+
+
+def test_requests_of_one_trial_are_not_independent() -> None:
+    """All or nothing in each trial: a trial is one unit (design effect 2/1 * 0.125 / 0.0125 = 20)."""
+    clustered = compare_clustered([(0, 10), (10, 10)], [(0, 10), (0, 10)])
+    assert clustered.test.endswith("1 and 20 units (design effect of trials)")
+    assert clustered.difference == 0.5
+    assert clustered.p_value > 0.05 > compare_rates((10, 20), (0, 20)).p_value
+    even = compare_clustered([(6, 40), (7, 40), (7, 40)], [(0, 40)] * 3)
+    assert even.p_value == compare_rates((20, 120), (0, 120)).p_value
+    assert compare_clustered([(40, 40)], [(0, 40)]).p_value == 1.0
+
+
+def test_pairs_are_tested_by_their_signs() -> None:
+    assert paired_p([1] * 10) == 2**-10
+    assert paired_p([1, 2, -4]) == 5 / 8
+    assert paired_p([0, 0]) == 1.0
+    assert 0 < paired_p([1.0] * 30) < 0.001

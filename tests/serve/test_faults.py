@@ -1,9 +1,11 @@
 """Each planted defect shows from outside, and without it nothing shows."""
 
 import asyncio
+import re
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
+from unittest import mock
 
 import pytest
 from tests.serve.live import LiveServer, RawClient, live, request_bytes
@@ -121,6 +123,60 @@ async def late(server: LiveServer) -> bool:
     return server.states() == ["decode"]
 
 
+def ghost(running: float = 0, waiting: float = 0, *, kv: bool = False) -> Symptom:
+    """What the gauges say once one client has left and nothing is live."""
+
+    async def symptom(server: LiveServer) -> bool:
+        server.server.reconfigure({"itl": "1h"})
+        await cancelled(server)
+        await server.until(lambda: not server.states())
+        await turns()
+        server.server.engine.check_integrity()
+        seen = (server.gauge("vllm:num_requests_running"), server.gauge("vllm:num_requests_waiting"))
+        return seen == (running, waiting) and (server.gauge("vllm:kv_cache_usage_perc") > 0) is kv
+
+    return symptom
+
+
+async def written_into(server: LiveServer) -> bool:
+    server.server.reconfigure({"itl": "1h"})
+    await cancelled(server)
+    await server.until(lambda: not server.states())
+    server.server.reconfigure({"itl": "0ms"})
+    await stream(server, prompt="one")
+    second, third = await stream(server, prompt="two"), await stream(server, prompt="two")
+    words, right = (re.findall(rb'"text":"([^"]*)"', answer) for answer in (second, third))
+    assert words[:3] == right[:3] and len(words) == len(right) > 4
+    return words != right
+
+
+async def prefix(server: LiveServer) -> bool:
+    server.server.reconfigure({"itl": "1h"})
+    clients = [await RawClient.connect(server.port) for _ in range(2)]
+    for name, client in zip("ab", clients, strict=True):
+        client.send(request_bytes("/v1/completions", BODY | {"stream": True}, extra=f"X-Request-Id: wt-{name}\r\n"))
+        await client.read_until(b"data: ")
+    clients[0].leave("rst")
+    await server.until(lambda: len(server.states()) < 2)
+    await turns()
+    return not server.states()
+
+
+async def counted(server: LiveServer) -> bool:
+    server.server.reconfigure({"itl": "1h"})
+    await cancelled(server)
+    await server.until(lambda: not server.states())
+    return server.gauge("vllm:request_success_total") == 1
+
+
+async def blocking(server: LiveServer) -> bool:
+    server.server.reconfigure({"itl": "1h"})
+    with mock.patch("windtunnel.faults.blocking_cleanup.time.sleep") as nap:
+        await cancelled(server)
+        await server.until(lambda: not server.states())
+    return nap.call_args_list == [mock.call(0.12)]
+
+
 CASES: dict[str, tuple[str, Symptom, dict[str, object]]] = {
     "deaf-to-disconnect": ("deaf-to-disconnect", zombie, {}),
     "late-abort": ("late-abort:1h", late, {}),
@@ -132,6 +188,15 @@ CASES: dict[str, tuple[str, Symptom, dict[str, object]]] = {
     "error-in-stream": ("error-in-stream", error, {}),
     "empty-success": ("empty-success", empty, {}),
     "lost-tokens": ("lost-tokens", lost, {}),
+    "slot-leak-on-abort": ("slot-leak-on-abort", ghost(running=1, kv=True), {}),
+    "kv-leak-on-abort": ("kv-leak-on-abort", ghost(kv=True), {}),
+    "orphan-in-queue": ("orphan-in-queue", ghost(waiting=1), {}),
+    "counts-down-on-success-only": ("counts-down-on-success-only", ghost(running=1), {}),
+    "counted-out-twice": ("counted-out-twice", ghost(running=-1), {}),
+    "written-into-others": ("written-into-others", written_into, {}),
+    "abort-by-prefix": ("abort-by-prefix", prefix, {}),
+    "cancelled-as-finished": ("cancelled-as-finished", counted, {}),
+    "blocking-cleanup": ("blocking-cleanup", blocking, {}),
 }
 
 
@@ -167,10 +232,25 @@ def test_unknown_faults_and_values_are_usage_errors() -> None:
     for fault, text in (
         ("nope", "--fault 'nope' is not a fault"),
         ("deaf-to-disconnect:3", "takes no value"),
-        ("engine-death:x", "number of steps"),
+        ("engine-death:x", "engine-death:x: must be a number of steps"),
+        ("late-abort:x", "--fault late-abort:x: 'x' is not a duration"),
     ):
         with pytest.raises(UsageError, match=text):
             parse_args(["m", "--fault", fault])
+
+
+async def test_choices_end_together_when_one_of_them_fails() -> None:
+    """The second of two fails at its third token. What the first would still write belongs to nobody any more."""
+    async with live(faults=("error-in-stream",)) as server:
+        client = await RawClient.connect(server.port)
+        ask = {"stream": True, "n": 2, "temperature": 1, "max_tokens": 4000}
+        client.send(request_bytes("/v1/completions", BODY | ask))
+        answer = await client.read_until(b"0\r\n\r\n")
+        assert b'"error"' in answer
+        assert server.states() == []
+        client.send(request_bytes("/v1/completions", BODY | {"stream": True, "max_tokens": 2}, extra="Connection: close\r\n"))
+        after = await client.read_all()
+    assert after.startswith(b"HTTP/1.1 200") and after.count(b"data: ") == 3
 
 
 async def test_faults_stand_around_one_another() -> None:

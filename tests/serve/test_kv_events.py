@@ -243,6 +243,52 @@ async def test_cached_tokens_at_the_client_in_the_events_and_in_the_metrics_agre
         assert sum(len(event["token_ids"]) for event in stored) == usage["prompt_tokens"] // 4 * 4
 
 
+async def test_batches_may_wait_for_so_many_events() -> None:
+    async with publishing(kv_events__batch_events=25) as (server, _sub):
+        publisher = server.server.publishers[0]
+        for number in range(20):
+            await complete(server, words(f"w{number} "), 2)
+        batches = [decode(payload).events for _n, payload in publisher.buffer.since(0)]
+        assert batches and all(len(batch) >= 25 for batch in batches)
+
+
+async def test_a_batch_waits_for_a_second_at_most() -> None:
+    async with publishing(kv_events__batch_events=1000) as (server, _sub):
+        publisher = server.server.publishers[0]
+        await complete(server, words("a "), 1)
+        await complete(server, words("b "), 1)
+        assert publisher.sequence == 0, "two events are no batch"
+        await server.until(lambda: publisher.sequence == 1)
+        ((_sequence, payload),) = publisher.buffer.since(0)
+        index = BlockIndex()
+        index.apply(decode(payload))
+        assert index.hashes == cached(server)
+
+
+async def look(server: LiveServer, url: str) -> int:
+    """Cached tokens of a question about one image."""
+    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "what is it?"}]
+    body = {"model": "wt-model", "messages": [{"role": "user", "content": content}], "max_tokens": 1}
+    status, answer = await call(server, "POST", "/v1/chat/completions", body)
+    assert status == 200 and isinstance(answer, dict), answer
+    return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+async def test_an_image_is_part_of_the_prefix_and_of_its_events() -> None:
+    async with publishing(media_tokens=40) as (server, _sub):
+        assert await look(server, "cat.png") == 0
+        first = await look(server, "dog.png")
+        assert first < 40, "only what stands before the image is common"
+        assert await look(server, "cat.png") > 40
+        batches = [decode(payload) for _n, payload in server.server.publishers[0].buffer.since(0)]
+        keys = [key for batch in batches for event in batch.events for key in event.get("extra_keys") or () if key]
+        identifiers = {identifier for block in keys for identifier, _offset in block}
+        assert len(identifiers) == 2
+        assert {offset for block in keys for _identifier, offset in block} == {
+            keys[0][0][1] - 4 * at for at in range(len(keys) // 2)
+        }
+
+
 async def test_no_events_without_the_flag() -> None:
     async with live(dev_mode=True) as server:
         assert server.server.publishers == ()
@@ -376,35 +422,40 @@ async def test_aborted_requests_leave_an_exact_stream() -> None:
         assert index.hashes == cached(server)
 
 
-async def test_each_medium_is_exact_with_a_host_tier() -> None:
-    async with publishing(scheduler__kv_offloading_blocks=80) as (server, sub):
+async def test_each_medium_is_exact_with_a_host_and_a_disk_tier() -> None:
+    tiers = {"scheduler__kv_offloading_blocks": 15, "scheduler__kv_offloading_disk_blocks": 60}
+    async with publishing(**tiers) as (server, sub):
         for number in range(30):
             await complete(server, words(f"w{number % 7} "), 1 + number % 9)
         publisher = server.server.publishers[0]
         assert publisher.replay is not None
-        gpu, cpu = BlockIndex("GPU"), BlockIndex("CPU")
+        gpu, cpu, disk = BlockIndex("GPU"), BlockIndex("CPU"), BlockIndex("DISK")
         for frames in (await sub.replay(publisher.replay.endpoint, 0))[:-1]:
             gpu.apply(decode(frames[3]))
             cpu.apply(decode(frames[3]))
+            disk.apply(decode(frames[3]))
         assert gpu.hashes == cached(server)
         assert cpu.hashes == {wire_hash(digest) for digest in server.server.engine.host_hashes}
-        assert len(cpu.hashes) > 20
+        assert disk.hashes == {wire_hash(digest) for digest in server.server.engine.disk_hashes}
+        assert len(cpu.hashes) > 10 and len(disk.hashes) > 10
         assert (
             server.gauge("vllm:external_prefix_cache_queries_total") > server.gauge("vllm:external_prefix_cache_hits_total") > 0
         )
 
 
-async def test_metrics_tell_the_host_tier_apart() -> None:
-    async with publishing(scheduler__kv_offloading_blocks=200) as (server, _sub):
+@pytest.mark.parametrize(("source", "tiers"), [("host", (200, 0)), ("disk", (1, 200))])
+async def test_metrics_tell_the_tiers_apart(source: str, tiers: tuple[int, int]) -> None:
+    blocks = {"scheduler__kv_offloading_blocks": tiers[0], "scheduler__kv_offloading_disk_blocks": tiers[1]}
+    async with publishing(**blocks) as (server, _sub):
         first = await complete(server, words("again "))
         prompt_tokens = first["usage"]["prompt_tokens"]
         for number in range(8):
             await complete(server, words(f"crowd{number} "))
-        before = {source: by_source(server, source) for source in ("device", "host")}
+        before = {source: by_source(server, source) for source in ("device", source)}
         answer = await complete(server, words("again "))
         found = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
         assert found == (prompt_tokens - 1) // 4 * 4
-        assert by_source(server, "host") - before["host"] == found
+        assert by_source(server, source) - before[source] == found
         assert by_source(server, "device") == before["device"]
 
 
@@ -433,3 +484,17 @@ def test_the_size_of_the_host_tier() -> None:
         parse_args(["m", "--kv-offloading-size", "1", "--kv-offloading-blocks", "7"])
     with pytest.raises(UsageError, match="needs prefix caching"):
         parse_args(["m", "--kv-offloading-size", "1", "--no-enable-prefix-caching"])
+    with pytest.raises(UsageError, match="stands behind them"):
+        parse_args(["m", "--kv-offloading-disk-blocks", "9"])
+
+
+@pytest.mark.parametrize(("tier", "status"), [({"kv_offloading_gib": 1.0}, 400), ({"kv_offloading_blocks": 9}, 200)])
+async def test_another_gpu_model_does_not_resize_a_host_tier(tier: dict[str, Any], status: int) -> None:
+    async with live(**{f"scheduler__{name}": size for name, size in tier.items()}) as server:
+        before = server.server.engine.config.host_blocks
+        assert before > 0
+        told, answer = await call(server, "POST", "/admin/config", {"gpu_model": "llama-3.1-70b", "itl": "1ms"})
+        assert (told, "kv-offloading-blocks" in str(answer)) == (status, status == 400)
+        assert server.server.engine.config.host_blocks == before
+        assert server.server.config.pacing.itl_ns == (0 if status == 400 else 1_000_000)
+        assert (await complete(server, "hello", 2))["usage"]["completion_tokens"] == 2

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from tests.wire.vllm_env import JSON, env, plan
 
-from windtunnel.core.request import Lora
+from windtunnel.core.request import Lora, Repetition
 from windtunnel.wire.family import Usage, WireError
 from windtunnel.wire.vllm import chat, chat_batch, completions, decisions, invocations, messages_in, models, scoring, tokenize
 
@@ -250,3 +250,62 @@ def test_scoring_refusals(call: Any, body: bytes, status: int) -> None:
     with pytest.raises(WireError) as caught:
         call(body, JSON, env())
     assert caught.value.status == status
+
+
+def test_repetition_detection_reaches_the_engine() -> None:
+    asked = {"max_pattern_size": 8, "min_count": 3}
+    assert plan(completions, {"prompt": "a", "repetition_detection": asked}).sampling.repetition == Repetition(1, 8, 3)
+    assert plan(chat, {"messages": HELLO, "repetition_detection": {}}).sampling.repetition is None
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"max_pattern_size": 8},
+        {"max_pattern_size": 8, "min_count": 1},
+        {"max_pattern_size": 2, "min_pattern_size": 3, "min_count": 2},
+        {"max_pattern_size": -1, "min_count": 2},
+        {"max_pattern_size": 2, "min_pattern_size": -1, "min_count": 2},
+    ],
+)
+def test_a_repetition_rule_that_means_nothing_is_a_400(asked: dict[str, int]) -> None:
+    with pytest.raises(WireError, match="repetition_detection") as caught:
+        plan(completions, {"prompt": "a", "repetition_detection": asked})
+    assert caught.value.status == 400
+
+
+def picture(url: str, **more: Any) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}, **more}
+
+
+def asked_about(*parts: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": ["look", *parts, "and tell"]}]}
+
+
+def test_images_stand_as_placeholders_among_the_tokens() -> None:
+    server = env(media_tokens=9)
+    (prompt,) = plan(chat, asked_about(picture("a.png"), picture("b.png"), picture("x", uuid="mine")), server).prompts
+    first, second, third = prompt.media
+    assert [item.tokens for item in prompt.media] == [9, 9, 9] and third.identifier == "mine"
+    assert first.identifier != second.identifier and len(first.identifier) == 64
+    for item in prompt.media:
+        assert set(prompt.token_ids[item.offset : item.offset + 9]) == {server.vocabulary - 1}
+    assert prompt.token_ids.count(server.vocabulary - 1) == 27
+    (again,) = plan(chat, asked_about(picture("a.png")), server).prompts
+    assert again.media[0] == first
+    assert prompt.text is not None and messages_in.MEDIA_MARK not in prompt.text
+
+
+@pytest.mark.parametrize(
+    ("media_tokens", "body", "word"),
+    [
+        (0, asked_about(picture("a.png")), "takes text only"),
+        (9, asked_about(picture("a.png"), messages_in.MEDIA_MARK), "2 places for 1"),
+        (9, asked_about(picture("a.png")) | {"truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
+        (300, asked_about(picture("a.png")), "maximum context length"),
+    ],
+)
+def test_images_that_cannot_be(media_tokens: int, body: dict[str, Any], word: str) -> None:
+    with pytest.raises(WireError, match=word) as caught:
+        plan(chat, body, env(media_tokens=media_tokens))
+    assert caught.value.status == 400

@@ -16,7 +16,9 @@ Result = TypeVar("Result")
 
 def fail(message: str) -> NoReturn:
     """A usage or environment error: the message on stderr, exit code 2."""
-    print(f"windtunnel: {message}", file=sys.stderr)
+    from windtunnel.lab.redact import hide_passwords
+
+    print(f"windtunnel: {hide_passwords(message)}", file=sys.stderr)
     raise typer.Exit(USAGE)
 
 

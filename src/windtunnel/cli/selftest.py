@@ -45,13 +45,15 @@ def selftest(
 def _cases(only: list[str]) -> "list[Case]":
     from windtunnel.cli.glue import fail
     from windtunnel.faults.catalogue import CATALOGUE
-    from windtunnel.lab.selftest import Case
+    from windtunnel.lab.selftest import FURTHER, Case
 
-    unknown = sorted(set(only) - set(CATALOGUE))
+    cases = [Case(entry.name, entry.finding) for entry in CATALOGUE.values() if not entry.experiment]
+    cases += FURTHER
+    names = [case.fault for case in cases]
+    unknown = sorted(set(only) - set(names))
     if unknown:
-        fail(f"--only {unknown[0]!r} is not a fault; those are {', '.join(CATALOGUE)}")
-    chosen = [entry for entry in CATALOGUE.values() if not entry.experiment and (not only or entry.name in only)]
-    return [Case(entry.name, entry.finding) for entry in chosen]
+        fail(f"--only {unknown[0]!r} is not a defect of the battery; those are {', '.join(names)}")
+    return [case for case in cases if not only or case.fault in only]
 
 
 def _tell(run: "Run", done: int, total: int) -> None:
@@ -64,8 +66,10 @@ def _print(document: dict[str, Any]) -> None:
     for name, one in document["by_fault"].items():
         seconds = "never" if one["seconds"] is None else f"{one['seconds']:.1f} s"
         also = ", ".join(f"{other} {count}" for other, count in one["also_named"].items())
+        after = ", ".join(f"{other} {count}" for other, count in one["consequences"].items())
         typer.echo(
-            f"{name}: {one['finding']} in {one['named_right']} of {one['runs']}, after {seconds} (also: {also or 'nothing'})"
+            f"{name}: {one['finding']} in {one['named_right']} of {one['runs']}, after {seconds}"
+            f" (also: {also or 'nothing'}; consequences: {after or 'none'})"
         )
     for title, key, total in (("named right", "detection", "faulty"), ("false alarms", "false_alarm", "clean")):
         rate, interval = document[f"{key}_rate"], document[f"{key}_ci95"]

@@ -56,7 +56,8 @@ def storm(
 ) -> None:
     """Blow at a server: clients leave, others stay; then say whether anything leaked, hung or was harmed.
 
-    Exit codes: 0 clean, 1 a finding, 2 usage or environment, 3 inconclusive (interrupted, or no client left).
+    Exit codes: 0 clean, 1 a finding, 2 usage or environment, 3 inconclusive (interrupted, or no client left, so nothing was
+    tried).
     """
     from windtunnel.cli.glue import fail, run_stoppable
     from windtunnel.lab.experiment_file import Environment, storm_plan, with_settings
@@ -148,5 +149,5 @@ def _show(target: "Target", result: "StormResult", *, as_json: bool) -> None:
     else:
         print_storm(document)
     victims = document["victims"]
-    untried = result.interrupted or (victims["sent"] and not victims["left"])
+    untried = result.interrupted or not victims["left"]
     raise typer.Exit(FINDING if document["findings"] else INCONCLUSIVE if untried else OK)

@@ -53,6 +53,14 @@ def identity_of_tokens(token_ids: Sequence[int]) -> int:
     return int.from_bytes(digest.digest())
 
 
+def identity_with_media(identity: int, identifiers: Sequence[str]) -> int:
+    """The identity of a prompt whose tokens do not tell its images apart."""
+    digest = blake2b(identity.to_bytes(8), digest_size=8)
+    for identifier in identifiers:
+        digest.update(identifier.encode())
+    return int.from_bytes(digest.digest())
+
+
 def child_identity(identity: int, index: int) -> int:
     """The identity of choice `index` of the same prompt (`n > 1`); choice 0 is the prompt's own."""
     return _mix(identity ^ (index * _GOLDEN & _MASK)) if index else identity

@@ -65,7 +65,8 @@ class BlockStored(NamedTuple):
     token_ids: tuple[int, ...]
     block_size: int
     lora: tuple[int, str] | None
-    extra_keys: tuple[tuple[str, ...] | None, ...]
+    extra_keys: tuple[tuple[str | tuple[str, int], ...] | None, ...]
+    """For each block: adapter, media as (identifier, offset in the block), salt."""
     medium: str = "GPU"
 
 
@@ -100,6 +101,8 @@ class StepStats(NamedTuple):
     external_queries: int = 0
     external_hits: int = 0
     """Prompt tokens looked up and found in a tier behind the pool."""
+    disk_hits: int = 0
+    """Of these, the tokens found on disk."""
     extra: Mapping[str, float] = {}
     """Flavour-specific gauges (SGLang queues, P/D), by metric stem."""
 

@@ -26,6 +26,35 @@ class Lora:
 
 
 @dataclass(frozen=True, slots=True)
+class MediaItem:
+    """An image, a sound or a film that stands among the prompt's tokens; equal identifiers are equal contents."""
+
+    identifier: str
+    offset: int
+    """The first of its placeholder tokens."""
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Repetition:
+    """Stop when the output ends in `count` copies of one pattern of `shortest` to `longest` tokens (`repetition_detection`)."""
+
+    shortest: int
+    longest: int
+    count: int
+
+    def ends(self, tokens: Sequence[int]) -> bool:
+        made = len(tokens)
+        longest = min(self.longest, made // self.count)
+        return any(self._repeats(tokens, size) for size in range(self.shortest, longest + 1) if tokens[-1] == tokens[-1 - size])
+
+    def _repeats(self, tokens: Sequence[int], size: int) -> bool:
+        """All but the first copy equal what stands one pattern before."""
+        first = len(tokens) - size * self.count
+        return tokens[first + size :] == tokens[first:-size]
+
+
+@dataclass(frozen=True, slots=True)
 class EngineRequest:
     """One sequence. A prompt with `n > 1` is `n` of these, submitted together."""
 
@@ -37,9 +66,13 @@ class EngineRequest:
     min_tokens: int = 0
     ignore_eos: bool = False
     stop_token_ids: frozenset[int] = frozenset()
+    repetition: Repetition | None = None
+    """vLLM only."""
     priority: int = 0
     lora: Lora | None = None
     cache_salt: str | None = None
+    media: tuple[MediaItem, ...] = ()
+    """By offset. vLLM only."""
     parent_id: str | None = None
     data_parallel_rank: int | None = None
     session_id: str | None = None

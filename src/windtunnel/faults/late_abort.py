@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from windtunnel.core.outputs import StepOutput
-from windtunnel.core.units import MS, parse_duration_ns
+from windtunnel.core.units import S, parse_duration_ns
 from windtunnel.faults.proxy import Proxy
 from windtunnel.serve.seams import Seams
 
@@ -40,7 +40,7 @@ class LateEngine(Proxy):
 class LateAbort:
     NAME = "late-abort"
 
-    def __init__(self, delay_ns: int = 500 * MS) -> None:
+    def __init__(self, delay_ns: int = S) -> None:
         self._delay_ns = delay_ns
 
     def with_option(self, text: str) -> "LateAbort":

@@ -1,6 +1,6 @@
 """An arm's server: started fresh on a free port in a process group of its own, waited for, and always stopped.
 
-Only groups that were started here are ever signalled.
+Only processes that were started here are ever signalled: their group, and whoever carries the arm's mark in its environment.
 """
 
 import asyncio
@@ -28,6 +28,8 @@ LOG_LIMIT_BYTES = 16 * 1024 * 1024
 """What a server writes beyond is dropped."""
 LOG_LIMIT_NOTE = f"the server's log was cut at its limit of {LOG_LIMIT_BYTES >> 20} MiB"
 LOG_POLL_NS = 100 * MS
+MARK = "WINDTUNNEL_ARM"
+"""In the environment of every process of an arm."""
 _PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
 
 
@@ -106,7 +108,8 @@ async def running(
     assert arm.command is not None
     port, *more = free_ports(4)
     words = [fill(word, port=port, more_ports=more, time_scale=time_scale, seed=seed) for word in shlex.split(arm.command)]
-    process = await _start(words, arm.env, log)
+    mark = f"{os.getpid()}-{port}"
+    process = await _start(words, arm.env, log, mark)
     cutting = asyncio.create_task(_keep_short(log))
     try:
         ready = fill(arm.ready_url or "http://127.0.0.1:{port}/health", port=port, time_scale=time_scale, seed=seed)
@@ -118,6 +121,7 @@ async def running(
         try:
             await end(process)
         finally:
+            kill_marked(mark)
             _finish_log(log)
 
 
@@ -146,7 +150,7 @@ def is_cut(log: Path) -> bool:
     return log.exists() and log.stat().st_size > LOG_LIMIT_BYTES
 
 
-async def _start(words: list[str], env: Mapping[str, str], log: Path) -> asyncio.subprocess.Process:
+async def _start(words: list[str], env: Mapping[str, str], log: Path, mark: str) -> asyncio.subprocess.Process:
     with log.open("ab") as out:
         out.truncate(0)
         try:
@@ -155,7 +159,7 @@ async def _start(words: list[str], env: Mapping[str, str], log: Path) -> asyncio
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
-                env={**os.environ, **env},
+                env={**os.environ, **env, MARK: mark},
                 start_new_session=True,
             )
         except OSError as error:
@@ -197,6 +201,18 @@ async def end(process: asyncio.subprocess.Process) -> None:
     finally:
         _signal_group(process.pid, signal.SIGKILL)
     await process.wait()
+
+
+def kill_marked(mark: str) -> list[int]:
+    """End what is left of an arm (Linux): a process that made a session of its own still has the mark in its environment."""
+    wanted = f"{MARK}={mark}".encode()
+    killed = []
+    for entry in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            if wanted in entry.read_bytes().split(b"\0"):
+                killed.append(int(entry.parent.name))
+                os.kill(killed[-1], signal.SIGKILL)
+    return killed
 
 
 def _signal_group(pgid: int, number: int) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from windtunnel.lab.connection import GRPC, HTTP2, Connection, ConnectionCut, How, MalformedResponse, Origin, fetch
 from windtunnel.lab.plan import Api, Moment, Trigger
-from windtunnel.lab.record import Ask, End, StreamRecord
+from windtunnel.lab.record import Ask, End, Lag, StreamRecord
 from windtunnel.lab.target import Target
 
 if TYPE_CHECKING:
@@ -29,12 +29,17 @@ class Session:
     linger_ns: int
     start_ns: int = field(default_factory=time.monotonic_ns)
     clients: int = 0
+    """Sequences that open requests have asked for; n counts n times."""
+    asked: int = 0
+    """The same of all requests so far."""
     opened: int = 0
     kind: str = "unknown"
     """The engine kind: it decides the route by which requests are aborted."""
     notes: dict[str, None] = field(default_factory=dict)
     """What whoever reads the result should know, once each."""
     last_closed_ns: int = 0
+    lags: list[Lag] = field(default_factory=list)
+    """When the lab itself was late (`pulse`)."""
 
     links: "Links" = field(init=False)
 
@@ -104,7 +109,8 @@ def described(target: Target, ask: Ask) -> str:
 async def run_request(session: Session, ask: Ask, leave: Leave | None = None) -> StreamRecord:
     """Send one request and follow it to its end, or leave it as `leave` says. Every failure of the target is a value."""
     recorder = _Recorder(session, ask)
-    session.clients += 1
+    session.clients += ask.n
+    session.asked += ask.n
     session.opened += 1
     try:
         async with asyncio.timeout(session.timeout_ns / 1e9):
@@ -118,7 +124,7 @@ async def run_request(session: Session, ask: Ask, leave: Leave | None = None) ->
     except OSError as error:
         recorder.failed(End.REFUSED, str(error))
     finally:
-        session.clients -= 1
+        session.clients -= ask.n
         session.last_closed_ns = session.now_ns()
         if leave is not None and leave.gate is not None and not recorder.at_gate:
             leave.gate.count_in()
@@ -217,6 +223,7 @@ async def _go(connection: "Link", recorder: "_Recorder", leave: Leave, reading: 
     else:
         connection.leave(leave.how)
     if leave.how in (How.HALF_CLOSE, How.ABORT_ID) and reading is not None:
+        recorder.gone_ns = recorder.session.now_ns()
         await asyncio.wait({reading}, timeout=recorder.session.linger_ns / 1e9)
 
 
@@ -412,6 +419,8 @@ class _Recorder:
         self._due_ns: int | None = None
         self._finished: set[int] = set()
         self.response_id: str | None = None
+        self.gone_ns: int | None = None
+        """Where it leaves before its connection ends."""
 
     def head(self, status: int) -> None:
         self._status = status
@@ -500,11 +509,12 @@ class _Recorder:
         words = self.words()
         end = End.LEFT if self._left else self._end or End.CUT
         state, left_ns, words_at_leaving, how = self._left or (None, None, len(words), None)
+        ended_ns = self.session.now_ns()
         return StreamRecord(
             ask=self.ask,
             end=end,
             started_ns=self._started_ns,
-            ended_ns=self.session.now_ns(),
+            ended_ns=ended_ns,
             status=self._status,
             head_ns=self._head_ns,
             frame_ns=tuple(self._frame_ns),
@@ -515,6 +525,7 @@ class _Recorder:
             left_ns=left_ns,
             due_ns=self._due_ns,
             left_by=how,
+            gone_ns=(self.gone_ns or ended_ns) if self._left else None,
             words_after_leaving=len(words) - words_at_leaving,
         )
 

@@ -1,16 +1,16 @@
 """Two results of experiments, arm by arm: what got better, what got worse, and what is only noise.
 
-Rates are compared by Fisher's exact test, means by a permutation test over trials; the p-values of one comparison are
-corrected together (Holm 1979), so that many metrics do not make a false alarm likely. A finding that is new in the second
-result counts as worse whatever the statistics say.
+Rates are compared by Fisher's exact test on effective counts, means by a permutation test over trials; the p-values of one
+comparison are corrected together (Holm 1979), so that many metrics do not make a false alarm likely. A finding that is new in
+the second result counts as worse whatever the statistics say.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from windtunnel.lab.experiment import ARMS, valid
-from windtunnel.lab.stats import Comparison, compare_means, compare_rates
-from windtunnel.lab.verdict import metric
+from windtunnel.lab.stats import Comparison, compare_clustered, compare_means
+from windtunnel.lab.verdict import counts_of, metric
 
 ALPHA = 0.05
 RATES: tuple[tuple[str, str], ...] = (
@@ -55,20 +55,14 @@ def _trials(document: Mapping[str, Any], arm: str) -> list[dict[str, Any]]:
 def _rows(arm: str, before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     out = []
     for hits, total in RATES:
-        one, two = _counts(before, hits, total), _counts(after, hits, total)
-        if one is not None and two is not None:
-            out.append(_row(arm, hits, compare_rates(one, two)))
+        one, two = counts_of(before, hits, total), counts_of(after, hits, total)
+        if one and two:
+            out.append(_row(arm, hits, compare_clustered(one, two)))
     for name in MEANS:
         first, second = _values(before, name), _values(after, name)
         if first and second:
             out.append(_row(arm, name, compare_means(first, second)))
     return out
-
-
-def _counts(trials: Sequence[Mapping[str, Any]], hits: str, total: str) -> tuple[int, int] | None:
-    pairs = [(metric(trial, hits), metric(trial, total)) for trial in trials]
-    known = [(int(one), int(two)) for one, two in pairs if one is not None and two]
-    return (sum(one for one, _ in known), sum(two for _, two in known)) if known else None
 
 
 def _values(trials: Sequence[Mapping[str, Any]], name: str) -> list[float]:

@@ -19,13 +19,28 @@ LEASES = "nixl_num_kv_expired_reqs"
 """Holds of a prefill that nobody ended. A vLLM with this counter is one side of such a pair."""
 
 
-def imbalances(result: StormResult) -> list[str]:
-    """One sentence for each sum that does not add up."""
+def _countable(result: StormResult) -> Sample | None:
+    """The last sample, where the counters since the baseline are those of this storm's requests."""
     settled = result.settled
     if settled is None or not settled.usable or result.interrupted or not result.streams:
-        return []
+        return None
     base = result.baseline
     if any(base.gauges.get(key) for key in ("running", "waiting")) or set(base.gauges) >= _PD_LEGS or LEASES in base.counters:
+        return None
+    return settled
+
+
+def finished_beyond_clients(result: StormResult) -> float | None:
+    """How many requests were counted as finished that no client saw finish; None where nobody counts."""
+    settled = _countable(result)
+    counted = None if settled is None else _counted(result, settled)
+    return None if counted is None else max(0.0, counted - _seen(result))
+
+
+def imbalances(result: StormResult) -> list[str]:
+    """One sentence for each sum that does not add up."""
+    settled = _countable(result)
+    if settled is None:
         return []
     return [*_finished(result, settled), *_aborted(result, settled), *_tokens(result, settled)]
 
@@ -46,15 +61,25 @@ def _since_baseline(result: StormResult) -> list[StreamRecord]:
     return [stream for stream in result.streams if stream.started_ns >= result.baseline.at_ns]
 
 
-def _finished(result: StormResult, settled: Sample) -> list[str]:
+def _counted(result: StormResult, settled: Sample) -> float | None:
+    """Requests that the server counts as finished; None where it does not count them."""
     rises = [_rise(result, settled, f"{_SUCCESS}{{{reason}}}") for reason in _FINISHED]
     known = [rise for rise in rises if rise is not None]
-    if not known:
-        return []
-    counted = sum(known)
-    least = sum(
+    return sum(known) if known else None
+
+
+def _seen(result: StormResult) -> int:
+    """Sequences whose clients saw them finish."""
+    return sum(
         stream.ask.n for stream in _since_baseline(result) if stream.end is End.FINISHED and stream.finish_reason != "abort"
     )
+
+
+def _finished(result: StormResult, settled: Sample) -> list[str]:
+    counted = _counted(result, settled)
+    if counted is None:
+        return []
+    least = _seen(result)
     most = sum(stream.ask.n for stream in _since_baseline(result) if stream.end not in (End.REFUSED, End.ERROR_STATUS))
     if counted < least:
         return [f"{counted:g} requests were counted as finished, but clients saw {least} finish"]
@@ -62,7 +87,31 @@ def _finished(result: StormResult, settled: Sample) -> list[str]:
         return [
             f"{counted:g} requests were counted as finished, but at most {most} can have been (unless others ask here, too)"
         ]
-    return []
+    return _unmade(result, settled, counted - least)
+
+
+def _unmade(result: StormResult, settled: Sample, beyond: float) -> list[str]:
+    """Whoever was counted as finished unseen must have been computed: every request asks for all of its tokens.
+
+    Only where one word is one token (the oracle's servers). Those that lacked least are taken to be the ones.
+    """
+    made = _rise(result, settled, "generation_tokens")
+    if made is None or not result.oracle or beyond < 1:
+        return []
+    records = _since_baseline(result)
+    unseen = sorted(stream.ask.max_tokens - len(stream.words) for stream in records for _ in range(_unseen(stream)))
+    needed = sum(len(stream.words) for stream in records) + sum(unseen[: int(beyond)])
+    if made >= needed:
+        return []
+    return [
+        f"{beyond:g} requests were counted as finished whose clients had left; together with what clients read that takes"
+        f" {needed} tokens, but {made:g} were made"
+    ]
+
+
+def _unseen(stream: StreamRecord) -> int:
+    """How many sequences of it may have finished without being seen."""
+    return 0 if stream.end in (End.FINISHED, End.REFUSED) else stream.ask.n
 
 
 def _aborted(result: StormResult, settled: Sample) -> list[str]:

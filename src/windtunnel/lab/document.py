@@ -9,8 +9,9 @@ from typing import Any
 
 import windtunnel
 from windtunnel.lab.connection import How
-from windtunnel.lab.findings import Finding, find, freed_after_ns, is_gone, zombie_tokens
+from windtunnel.lab.findings import Finding, doubts, find, is_gone
 from windtunnel.lab.latency import spread
+from windtunnel.lab.outlived import freed_after_ns, zombie_tokens
 from windtunnel.lab.plan import Role, StormPlan
 from windtunnel.lab.queues import queue_documents
 from windtunnel.lab.record import Sample, StormResult, StreamRecord
@@ -50,7 +51,7 @@ def storm_document(result: StormResult) -> dict[str, Any]:
         "events": _events(result),
         "findings": finding_documents(find(result)),
         "interrupted": result.interrupted,
-        "notes": list(result.notes),
+        "notes": [*result.notes, *doubts(result)],
     }
 
 
@@ -98,6 +99,7 @@ def finding_documents(findings: Iterable[Finding]) -> list[dict[str, Any]]:
             "usual_cause": one.cause,
             "count": one.count,
             "evidence": list(one.evidence),
+            "consequence_of": one.consequence_of,
         }
         for one in findings
     ]
@@ -181,7 +183,7 @@ def _leaked(result: StormResult) -> dict[str, float | None]:
         return {key: 0.0 if key in base else None for key in keys}
     if end is None or is_gone(result):
         return dict.fromkeys(keys, None)
-    return {key: round(end.gauges.get(key, 0.0) - base[key], 6) if key in base else None for key in keys}
+    return {key: round(end.gauges[key] - base[key], 6) if key in base and key in end.gauges else None for key in keys}
 
 
 def _counters(result: StormResult) -> dict[str, float]:

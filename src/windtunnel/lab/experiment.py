@@ -21,7 +21,7 @@ from windtunnel.lab.document import plan_document, storm_document, versions
 from windtunnel.lab.experiment_file import Arm, ArmName, Environment, Experiment, Prediction
 from windtunnel.lab.findings import Severity
 from windtunnel.lab.plan import StormPlan, check_target_allowed
-from windtunnel.lab.redact import redact, secrets_of
+from windtunnel.lab.redact import redact, redact_file, secrets_of
 from windtunnel.lab.storm import StormEvent, run_storm
 from windtunnel.lab.target import TargetError, check_hosts, find_model, make_target
 from windtunnel.lab.verdict import decide, effect_document, holds, observed
@@ -204,6 +204,7 @@ class _Trial:
             document = {**document, "notes": [*document["notes"], LOG_LIMIT_NOTE]}
         matches = count_patterns(log, arm.log_patterns)
         races = matches.get(RACE_PATTERN, 0)
+        redact_file(log, _secrets(self.experiment))
         return {**head, "error": None, **document, "race_reports": races, "log_matches": matches}
 
     async def _storm(self, log: Path, plan: StormPlan, on_event: Callable[[StormEvent], None]) -> dict[str, Any]:

@@ -325,7 +325,7 @@ def _problem(problem: Mapping[str, Any], text: str, source: str) -> str:
     where = [part for part in problem["loc"] if not (isinstance(part, str) and part.startswith(("function-", "float", "str")))]
     line = find_line(text, where)
     key = ".".join(str(part) for part in where) or "the file"
-    message = str(problem["msg"]).removeprefix("Value error, ")
+    message = str(problem["msg"]).removeprefix("Value error, ").removeprefix(f"{key}: ")
     return f"{source}:{line}: {key}: {message}" if line else f"{source}: {key}: {message}"
 
 

@@ -4,30 +4,44 @@ Every finding is one row of a table and one pure function over a `StormResult`. 
 sentence per observation, or nothing. Leaks need a storm that ran to its end and a target whose gauges are known.
 
 Told apart: a gauge that stays up is a *leak* when a probe request leaves it there and no tokens are made meanwhile; it
-is *stale* when the probe brings it back; and when tokens are still being made it is work for a client that has gone
-(`zombie_tokens`, `late_cancel`).
+is *stale* when the probe brings it back. Work for a client that has gone is `late_cancel` when something ended it, and
+`zombie_tokens` when it ran to its own end or goes on at the deadline.
+
+A finding that would not have been made without what another one has touched is its *consequence* (`causes`).
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from enum import Enum
-from itertools import pairwise
 
-from windtunnel.core.units import MS
-from windtunnel.lab.conservation import LEASES, imbalances
+from windtunnel.lab.causes import CAUSES, hung
+from windtunnel.lab.conservation import LEASES, finished_beyond_clients, imbalances
 from windtunnel.lab.latency import slowdowns
+from windtunnel.lab.outlived import (
+    Outlived,
+    idle_before_deadline,
+    last_gone_ns,
+    last_leave_ns,
+    live,
+    outlived,
+    still_working,
+    usual_ns,
+    zombie_tokens,
+)
 from windtunnel.lab.plan import Role
+from windtunnel.lab.pulse import starved
 from windtunnel.lab.queues import clean_up, queues_of
-from windtunnel.lab.record import Damage, End, Sample, StormResult, StreamRecord
-from windtunnel.lab.sampler import KV_TOLERANCE
-from windtunnel.lab.target import GENERATION_TOKENS
+from windtunnel.lab.record import Damage, End, StormResult, StreamRecord
+from windtunnel.lab.sampler import excess, unknown
 
 EVIDENCE_LIMIT = 12
 CLEANUP_AFTER_S = 15.0
 """A queue that is up for longer, in the target's time, was not merely being drained: three times SGLang's grace."""
-GAUGE_LAG_NS = 100 * MS
-"""Gauges are written with a step; so much later than the truth they may be."""
+FULL = 0.999
+"""A pool that is in use up to here cannot show that more is held."""
+SILENT_SHARE = 0.5
+"""A stream that was given up is cut, not slow, when nothing had come for so much of its time-out."""
 
 
 class Severity(Enum):
@@ -53,16 +67,55 @@ class Finding:
     evidence: tuple[str, ...]
     """At most `EVIDENCE_LIMIT` sentences, then how many more there were."""
     count: int
+    consequence_of: str | None = None
+    """The finding of the same storm that explains all of this one."""
 
 
 def find(result: StormResult) -> tuple[Finding, ...]:
     """All findings of one storm, in the order of the table."""
-    out = []
+    found = {}
     for kind in KINDS:
         evidence = list(kind.look(result))
         if evidence:
-            out.append(Finding(kind.name, kind.severity, kind.cause, _shorten(evidence), len(evidence)))
-    return tuple(out)
+            found[kind.name] = Finding(kind.name, kind.severity, kind.cause, _shorten(evidence), len(evidence))
+    explained = _explained(result, set(found))
+    return tuple([replace(one, consequence_of=explained.get(one.name)) for one in found.values()])
+
+
+def primary(findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
+    """Those that no other one explains."""
+    return tuple([one for one in findings if one.consequence_of is None])
+
+
+def _explained(result: StormResult, names: set[str]) -> Mapping[str, str]:
+    """Consequence → cause: what is not found any more in what the cause has left untouched."""
+    out: dict[str, str] = {}
+    for cause in CAUSES if len(names) > 1 else ():
+        if cause.name not in names or cause.name in out:
+            continue
+        rest = cause.untouched(result)
+        for kind in KINDS:
+            open_ = kind.name in names and kind.name not in out and kind.name != cause.name
+            if open_ and kind.name not in cause.never and not any(kind.look(rest)):
+                out[kind.name] = cause.name
+    return out
+
+
+def doubts(result: StormResult) -> list[str]:
+    """What could not be judged, and why: for the notes."""
+    out = []
+    if not result.plan.victims:
+        out.append("no victims: nobody left, so nothing was tried; what was found is about plain requests only")
+    seen = outlived(result)
+    if seen.elapsed_ns > result.cancel_grace_ns and not seen.longer_than(result.cancel_grace_ns) and not result.after_probe:
+        out.append(
+            f"requests of victims were still seen {_s(seen.elapsed_ns)} after the last had left, but the samples between are"
+            f" too few ({seen.samples}) or too far apart to say that they ran on; storm a machine that is less busy"
+        )
+    slept = [stream for stream in result.streams if _slept(result, stream)]
+    if slept:
+        out.append(f"{len(slept)} time-outs of requests are not judged: the lab itself was not given the time to read")
+    return out
 
 
 def _shorten(evidence: list[str]) -> tuple[str, ...]:
@@ -110,8 +163,22 @@ def _corrupt_stream(result: StormResult) -> Iterator[str]:
 
 def _unterminated_stream(result: StormResult) -> Iterator[str]:
     for stream in _unrelated(result):
-        if stream.end in (End.CUT, End.UNTERMINATED, End.MALFORMED) or (stream.end is End.TIMEOUT and stream.words):
+        if stream.end in (End.CUT, End.UNTERMINATED, End.MALFORMED) or _fell_silent(result, stream):
             yield f"{_name(stream)}: {stream.end.value} after {len(stream.words)} words{_why(stream.error)}"
+
+
+def _fell_silent(result: StormResult, stream: StreamRecord) -> bool:
+    """Given up with words, long after the last of them: neither slow nor missed by a lab that slept."""
+    if stream.end is not End.TIMEOUT or not stream.frame_ns:
+        return False
+    since_ns = stream.frame_ns[-1]
+    silent_ns = stream.ended_ns - since_ns
+    return silent_ns > SILENT_SHARE * (stream.ended_ns - stream.started_ns) and not _slept(result, stream)
+
+
+def _slept(result: StormResult, stream: StreamRecord) -> bool:
+    """Whether the lab was asleep for too much of the time-out of this request."""
+    return stream.end is End.TIMEOUT and starved(result.lags, stream.started_ns, stream.ended_ns)
 
 
 def _hidden_error(result: StormResult) -> Iterator[str]:
@@ -144,15 +211,17 @@ def _gauge_drift(result: StormResult) -> Iterator[str]:
             yield f"{line}, but {key} requests hold no KV cache: the gauge has drifted, nothing runs"
     lowest: dict[str, float] = {}
     for sample in result.samples:
-        for key in result.watches:
-            lowest[key] = min(lowest.get(key, 0.0), sample.gauges.get(key, 0.0))
+        for key in result.watches.keys() & sample.gauges.keys():
+            lowest[key] = min(lowest.get(key, 0.0), sample.gauges[key])
     yield from (f"{key} went down to {value:g}: somebody was counted out twice" for key, value in lowest.items() if value < 0)
 
 
 def _kv_says_empty(result: StormResult) -> bool:
-    """Whether the KV usage is known, and is not the least bit above its baseline after the probe."""
+    """Whether the KV usage is known, can rise, and is not the least bit above its baseline after the probe."""
     sample, base = result.after_probe, result.baseline.gauges
-    return sample is not None and "kv_usage" in base and sample.gauges.get("kv_usage", 0.0) <= base["kv_usage"]
+    if sample is None or "kv_usage" not in base:
+        return False
+    return sample.gauges.get("kv_usage", FULL) <= base["kv_usage"] < FULL
 
 
 def _kv_leak(result: StormResult) -> Iterator[str]:
@@ -162,9 +231,9 @@ def _kv_leak(result: StormResult) -> Iterator[str]:
 def _leak(result: StormResult, *watches: str) -> Iterator[tuple[str, str]]:
     """Gauge and sentence. A probe that was not answered proves nothing."""
     sample = result.after_probe
-    if sample is None or _still_working(result) or not _probe_answered(result):
+    if sample is None or still_working(result) or not _probe_answered(result):
         return
-    for key, rise in _over(result, sample).items():
+    for key, rise in excess(sample, result.baseline, result.watches).items():
         if result.watches[key] in watches:
             yield (
                 key,
@@ -179,11 +248,14 @@ def _probe_answered(result: StormResult) -> bool:
 
 
 def _stale_gauge(result: StormResult) -> Iterator[str]:
-    if result.at_deadline is None or result.after_probe is None:
+    """Up for long enough without any client that no step can be under way, and down after a probe."""
+    if result.at_deadline is None or result.after_probe is None or not _probe_answered(result):
         return
-    after = _over(result, result.after_probe)
-    for key, rise in _over(result, result.at_deadline).items():
-        if key not in after:
+    if not idle_before_deadline(result).longer_than(min(result.cancel_grace_ns, result.plan.quiet_deadline_ns // 2)):
+        return
+    after = excess(result.after_probe, result.baseline, result.watches)
+    for key, rise in excess(result.at_deadline, result.baseline, result.watches).items():
+        if key not in after and key not in unknown(result.after_probe, result.baseline):
             yield f"{key} stayed {rise:+g} above its baseline until a probe request brought it back"
 
 
@@ -212,12 +284,28 @@ def _zombie_tokens(result: StormResult) -> Iterator[str]:
 
 
 def _work_for_nobody(result: StormResult) -> Iterator[str]:
+    """Nothing ended it but itself, or nothing has ended it yet."""
+    if not last_gone_ns(result) or result.interrupted:
+        return
+    if still_working(result):
+        assert result.at_deadline is not None
+        after = _s(result.at_deadline.at_ns - last_gone_ns(result))
+        yield f"tokens were still being made for nobody {after} after the last client had gone, when the wait for quiet ended"
+    ran_out = finished_beyond_clients(result)
     made = zombie_tokens(result)
-    if made:
+    if made and (still_working(result) or ran_out is None or ran_out > 0):
         yield (
             f"{made:g} tokens were generated while no client was connected,"
             f" more than {_s(result.cancel_grace_ns)} after the last one had gone"
         )
+    elif ran_out and _late(result):
+        yield f"{ran_out:g} more requests were counted as finished than clients saw finish: they ran to their end"
+
+
+def _late(result: StormResult) -> Outlived | None:
+    """How long requests outlived their clients, where that is longer than the grace, and neither a leak nor a stale gauge."""
+    seen = outlived(result)
+    return seen if seen.longer_than(result.cancel_grace_ns) and not result.after_probe else None
 
 
 def _late_cancel(result: StormResult) -> Iterator[str]:
@@ -225,14 +313,13 @@ def _late_cancel(result: StormResult) -> Iterator[str]:
 
 
 def _freed_late(result: StormResult) -> Iterator[str]:
-    left_ns = last_leave_ns(result)
-    if not left_ns or result.interrupted:
+    late = _late(result)
+    if late is None or result.interrupted or any(_work_for_nobody(result)):
         return
-    freed_ns = freed_after_ns(result)
-    if freed_ns is None and _still_working(result):
-        yield f"still running {_s(result.samples[-1].at_ns - left_ns)} after the last victim left"
-    elif freed_ns is not None and freed_ns > result.cancel_grace_ns and not result.after_probe:
-        yield f"requests of victims ran on for {_s(freed_ns)}; {_s(result.cancel_grace_ns)} are allowed"
+    yield (
+        f"{late.samples} samples show requests of victims at work, the last {_s(late.elapsed_ns)} after all had gone"
+        f" (at least {_s(late.witnessed_ns)} for certain); {_s(result.cancel_grace_ns)} are allowed"
+    )
 
 
 def is_gone(result: StormResult) -> bool:
@@ -251,11 +338,11 @@ def _wedged(result: StormResult) -> Iterator[str]:
     if is_gone(result):
         return
     later = result.of(Role.LATER)
-    if later and all(_hung(stream) or _failed(stream) for stream in later):
+    if later and all(_failed(stream) or (hung(stream) and not _slept(result, stream)) for stream in later):
         yield f"none of {len(later)} later streams was served: {dict(Counter(stream.end.value for stream in later))}"
         return
-    for stream in result.of(Role.PROBE, Role.SURVIVOR, Role.RETRY, Role.BYSTANDER, Role.LATER):
-        if _hung(stream):
+    for stream in result.of(Role.PROBE, Role.CALM, Role.SURVIVOR, Role.RETRY, Role.BYSTANDER, Role.LATER):
+        if hung(stream) and not _slept(result, stream):
             yield f"{_name(stream)}: {stream.end.value}{_why(stream.error)}"
 
 
@@ -263,13 +350,8 @@ def _failed(stream: StreamRecord) -> bool:
     return stream.end is End.ERROR_STATUS and (stream.status or 0) >= 500
 
 
-def _hung(stream: StreamRecord) -> bool:
-    """Not one word within the time-out, or nobody there."""
-    return stream.end is End.REFUSED or (stream.end is End.TIMEOUT and not stream.words)
-
-
 def _survivor_slowdown(result: StormResult) -> Iterator[str]:
-    """Against streams of the same shape before the storm: gaps after the last victim has left, and first tokens afterwards."""
+    """Against streams of the same shape in rounds without victims."""
     return iter(slowdowns(result))
 
 
@@ -299,14 +381,14 @@ def _retry_storm_amplified(result: StormResult) -> Iterator[str]:
     """With retries, more work than there are clients, for longer than the grace: attempts given up run beside their retries."""
     if not any(stream.left_by == "timeout-retry" for stream in result.streams):
         return
-    since_ns, most = None, 0.0
-    for sample in result.samples:
-        if sample.phase != "storm" or not sample.usable:
-            continue
-        over = _live(result, sample) - sample.clients
-        since_ns = None if over <= 0 else sample.at_ns if since_ns is None else since_ns
+    held_ns, before, most = 0, None, 0.0
+    for sample in (sample for sample in result.samples if sample.phase == "storm" and sample.usable):
+        at_work = live(result, sample)
+        over = 0.0 if at_work is None else at_work - sample.clients
+        held_ns = held_ns + min(sample.at_ns - before.at_ns, usual_ns(result)) if before is not None and over > 0 else 0
+        before = sample if over > 0 else None
         most = max(most, over)
-        if since_ns is not None and sample.at_ns - since_ns > result.cancel_grace_ns:
+        if held_ns > result.cancel_grace_ns:
             yield f"for over {_s(result.cancel_grace_ns)} up to {most:g} more requests were at work than clients were waiting"
             return
 
@@ -419,85 +501,6 @@ KINDS: tuple[FindingKind, ...] = (
     FindingKind("unreachable", Severity.HIGH, "the server has crashed, or was stopped by somebody", _unreachable),
     FindingKind("wedged", Severity.HIGH, "a lock, slot or worker is held by a request that has gone", _wedged),
 )
-
-
-def last_leave_ns(result: StormResult) -> int:
-    """When the last victim left; 0 when none did."""
-    return max((stream.left_ns for stream in result.streams if stream.left_ns is not None), default=0)
-
-
-def freed_after_ns(result: StormResult) -> int | None:
-    """From the last victim's leaving to the first sample whose running and waiting are all accounted for.
-
-    Requests of ours that are open count as theirs. Where that was too kind, because samples without any client still
-    show work for longer than gauges lag behind, it is the first sample after those.
-    """
-    left_ns = last_leave_ns(result)
-    samples = [sample for sample in result.samples if sample.at_ns >= left_ns and sample.usable]
-    if result.at_deadline is not None:
-        samples = [sample for sample in samples if sample.at_ns <= result.at_deadline.at_ns]
-    busy = _busy_without_clients(result, samples)
-    for at, sample in enumerate(samples):
-        if at > busy and _live(result, sample) <= sample.clients:
-            return sample.at_ns - left_ns
-    return None
-
-
-def _live(result: StormResult, sample: Sample) -> float:
-    base = result.baseline.gauges
-    return sum(sample.gauges.get(key, 0) - base.get(key, 0) for key in ("running", "waiting"))
-
-
-def _busy_without_clients(result: StormResult, samples: list[Sample]) -> int:
-    """The index of the last sample of the last run of such samples that is longer than the lag; -1 when there is none."""
-    last, since_ns = -1, None
-    for at, sample in enumerate(samples):
-        if sample.clients or _live(result, sample) <= 0:
-            since_ns = None
-            continue
-        since_ns = sample.at_ns if since_ns is None else since_ns
-        if sample.at_ns - since_ns >= GAUGE_LAG_NS:
-            last = at
-    return last
-
-
-def zombie_tokens(result: StormResult) -> float:
-    """Tokens generated between samples that saw no client, later than the grace after the last one was seen."""
-    made, idle_since_ns = 0.0, None
-    usable = [sample for sample in result.samples if sample.usable and GENERATION_TOKENS in sample.counters]
-    for before, after in pairwise(usable):
-        if before.clients or after.clients or before.opened != after.opened:
-            idle_since_ns = None
-            continue
-        idle_since_ns = before.at_ns if idle_since_ns is None else idle_since_ns
-        if before.at_ns - idle_since_ns >= result.cancel_grace_ns:
-            made += max(0.0, after.counters[GENERATION_TOKENS] - before.counters[GENERATION_TOKENS])
-    return made
-
-
-def _still_working(result: StormResult) -> bool:
-    """Whether tokens were being made for nobody at the deadline: in the second half of the idle samples before it."""
-    if result.at_deadline is None:
-        return False
-    idle: list[Sample] = []
-    for sample in result.samples:
-        if sample.at_ns > result.at_deadline.at_ns:
-            break
-        if idle and (sample.clients or sample.opened != idle[-1].opened):
-            idle = []
-        if sample.usable and not sample.clients:
-            idle.append(sample)
-    made = [sample.counters.get(GENERATION_TOKENS, 0.0) for sample in idle[len(idle) // 2 :]]
-    return len(made) > 1 and made[-1] > made[0]
-
-
-def _over(result: StormResult, sample: Sample) -> dict[str, float]:
-    out = {}
-    for key, watch in result.watches.items():
-        rise = sample.gauges.get(key, 0.0) - result.baseline.gauges.get(key, 0.0)
-        if rise > (KV_TOLERANCE if watch == "kv_usage" else 0.0):
-            out[key] = rise
-    return out
 
 
 def _unrelated(result: StormResult) -> tuple[StreamRecord, ...]:

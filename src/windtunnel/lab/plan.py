@@ -19,7 +19,7 @@ class Role(Enum):
     BYSTANDER = "bystander"
     LATER = "later"
     CALM = "calm"
-    """Before the storm, the shape of a survivor: what the survivors are compared with."""
+    """In a round without victims, the shape of a survivor: what the survivors are compared with."""
     RETRY = "retry"
     """The last attempt of a victim that retries: it stays."""
     KNOWN = "known"
@@ -196,7 +196,7 @@ class StormPlan:
     later_shape: Shape = Shape(max_tokens=16)
     later_concurrency: int = 4
     calm: int = 0
-    """Streams of the survivors' shape before the storm: the arm without a storm."""
+    """Streams of the survivors' shape, for each round, in a turn of their own: the arm without victims."""
     known: int = 3
     """Pairs of equal requests at temperature 0, before and after, where the target does not speak the oracle's words."""
     drain: int = 0
@@ -226,7 +226,7 @@ class StormPlan:
     def requests(self) -> int:
         """How many requests the storm sends, samples and probes aside."""
         attempts = self.victims * (1 + (self.retries if How.TIMEOUT_RETRY in self.how else 0))
-        return (attempts + self.survivors) * self.rounds + self.bystanders + self.later + self.calm + self.drain
+        return (attempts + self.survivors + self.calm) * self.rounds + self.bystanders + self.later + self.drain
 
     @property
     def triggers(self) -> tuple[Trigger, ...]:

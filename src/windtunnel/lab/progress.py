@@ -82,8 +82,8 @@ def print_storm(document: Mapping[str, Any]) -> None:
     for note in document["notes"]:
         console.print(f"[dim]note: {escape(note)}")
     _print_findings(console, document["findings"])
-    if victims["sent"] and not victims["left"]:
-        console.print("[bold blue]inconclusive[/]: no victim left, so nothing was tried")
+    if not victims["left"] and not document["findings"]:
+        console.print("[bold blue]inconclusive[/]: no client left, so nothing was tried")
     elif not (document["findings"] or document["interrupted"]):
         console.print(f"[bold green]clean[/]: {bystanders['sent']} bystanders and {later['sent']} later streams unharmed")
     if document["interrupted"]:
@@ -156,6 +156,7 @@ def _print_findings(console: "Console", findings: list[Mapping[str, Any]]) -> No
 
     for finding in findings:
         style = _SEVERITIES[finding["severity"]]
-        console.print(f"[bold {style}]{finding['name']}[/] ({finding['severity']}; usual cause: {finding['usual_cause']})")
+        because = f"a consequence of {finding['consequence_of']}" if finding.get("consequence_of") else finding["severity"]
+        console.print(f"[bold {style}]{finding['name']}[/] ({because}; usual cause: {finding['usual_cause']})")
         for line in finding["evidence"]:
             console.print(f"  {escape(line)}")

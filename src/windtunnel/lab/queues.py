@@ -53,7 +53,8 @@ def queues_of(result: StormResult) -> list[Queue]:
 
 def _queue(key: str, result: StormResult, samples: list[Sample], left_ns: int) -> Queue:
     base = result.baseline.gauges[key]
-    values = [(sample.at_ns, sample.gauges.get(key, 0.0)) for sample in samples if sample.at_ns >= result.baseline.at_ns]
+    known = [sample for sample in samples if sample.at_ns >= result.baseline.at_ns and key in sample.gauges]
+    values = [(sample.at_ns, sample.gauges[key]) for sample in known] or [(result.baseline.at_ns, base)]
     above = [at for at, (_, value) in enumerate(values) if value > base]
     residual = values[-1][1] - base
     drained: float | None = 0.0

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from windtunnel.lab.plan import Api, Role, StormPlan
 
@@ -90,6 +91,8 @@ class StreamRecord:
     due_ns: int | None = None
     """When the state in which it leaves was reached."""
     left_by: str | None = None
+    gone_ns: int | None = None
+    """When it had left for certain: its connection was closed, its end of it sent, or its abort acknowledged."""
     words_after_leaving: int = 0
     """Read after a half-close."""
 
@@ -121,11 +124,12 @@ class BystanderRecord:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The target's metrics at one instant. `clients` is how many generation requests of ours were open, at most."""
+    """The target's metrics at one instant between `at_ns`, when the first source was asked, and the last answer."""
 
     at_ns: int
     phase: str
     clients: int
+    """So many sequences our open generation requests asked for, at most; n counts n times."""
     opened: int
     """How many generation requests had been opened so far; equal in two samples: none came and went between them."""
     gauges: Mapping[str, float]
@@ -138,6 +142,13 @@ class Sample:
     @property
     def usable(self) -> bool:
         return self.error is None
+
+
+class Lag(NamedTuple):
+    """The lab's own timer was due at `at_ns` and fired so much later: this machine was busy with something else."""
+
+    at_ns: int
+    late_ns: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +220,7 @@ class StormResult:
     drain: DrainRecord | None = None
     front: bool = False
     """Whether the target is not itself one of the metrics sources: a router."""
+    lags: tuple[Lag, ...] = ()
     notes: tuple[str, ...] = field(default=())
 
     def of(self, *roles: Role) -> tuple[StreamRecord, ...]:

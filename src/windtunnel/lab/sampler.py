@@ -1,7 +1,7 @@
 """Reads a target's metrics on a fixed cadence, with absolute deadlines so that it does not drift."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from windtunnel.lab.client import Session
 from windtunnel.lab.connection import Answer, ConnectionCut, MalformedResponse, fetch
@@ -66,6 +66,10 @@ class Sampler:
         watch = self._session.target.watch
         return {gauge.key: gauge for _, kind in self.kinds for gauge in gauges_of(kind, watch)}
 
+    def watches(self) -> dict[str, str]:
+        """Gauge key → what it watches."""
+        return {key: gauge.watch.value for key, gauge in self.gauges().items()}
+
     def listen(self, listener: Callable[[Sample], None]) -> None:
         self._listeners.append(listener)
 
@@ -80,23 +84,25 @@ class Sampler:
     async def sample(self) -> Sample:
         """One sample, taken and told to the listeners."""
         session = self._session
-        clients, opened, phase = session.clients, session.opened, self.phase
+        open_before, asked_before, phase = session.clients, session.asked, self.phase
         gauges: dict[str, float] = {}
         counters: dict[str, float] = {}
+        bad: set[str] = set()
         status, error = None, None
         at_ns = session.now_ns()
         try:
             for url, kind in self.kinds:
                 series = await scrape(session.target, url)
                 watched = gauges_of(kind, session.target.watch)
-                self.not_numbers |= not_numbers(series, watched)
+                bad |= not_numbers(series, watched)
                 _add(gauges, read_gauges(series, watched))
                 _add(counters, read_counters(series, kind.counters))
             status = 200
         except ScrapeError as failure:
             status, error = failure.status, str(failure)
-        came = session.opened > opened
-        clients = max(clients, session.clients, came)
+        self.not_numbers |= bad
+        _leave_out(gauges, bad, self.gauges())
+        clients = open_before + session.asked - asked_before
         process = process_facts(self.pid) if self.pid is not None else {}
         taken = Sample(at_ns, phase, clients, session.opened, gauges, counters, status, error, process)
         self.samples.append(taken)
@@ -105,19 +111,24 @@ class Sampler:
         return taken
 
 
-def is_quiet(sample: Sample, baseline: Sample, gauges: dict[str, Gauge]) -> bool:
-    """No watched gauge is above its baseline and none of our own requests is open."""
-    return sample.usable and not sample.clients and not excess(sample, baseline, gauges)
+def is_quiet(sample: Sample, baseline: Sample, watches: Mapping[str, str]) -> bool:
+    """No watched gauge is above its baseline or missing, and none of our own requests is open."""
+    return sample.usable and not sample.clients and not unknown(sample, baseline) and not excess(sample, baseline, watches)
 
 
-def excess(sample: Sample, baseline: Sample, gauges: dict[str, Gauge]) -> dict[str, float]:
-    """By how much each gauge is above its baseline; gauges that are not are left out."""
+def excess(sample: Sample, baseline: Sample, watches: Mapping[str, str]) -> dict[str, float]:
+    """By how much each gauge is above its baseline; gauges that are not, and those that cannot be read, are left out."""
     over = {}
-    for key, gauge in gauges.items():
+    for key, watch in watches.items():
         rise = sample.gauges.get(key, 0.0) - baseline.gauges.get(key, 0.0)
-        if rise > (KV_TOLERANCE if gauge.watch is Watch.KV else 0.0):
+        if rise > (KV_TOLERANCE if watch == Watch.KV.value else 0.0):
             over[key] = rise
     return over
+
+
+def unknown(sample: Sample, baseline: Sample) -> set[str]:
+    """Gauges that could be read before the storm and not in this sample: nothing can be said of them."""
+    return set(baseline.gauges) - set(sample.gauges)
 
 
 async def scrape(target: Target, url: MetricsUrl) -> list[Series]:
@@ -151,6 +162,13 @@ async def recognise_sources(target: Target) -> list[tuple[MetricsUrl, Kind]]:
                 continue
             raise TargetError(f"{url.origin.url}{url.path}: {error}") from error
     return out
+
+
+def _leave_out(gauges: dict[str, float], names: set[str], known: Mapping[str, Gauge]) -> None:
+    """What one source cannot say, the sum over all cannot say either."""
+    for key, gauge in known.items():
+        if names & set(gauge.names):
+            gauges.pop(key, None)
 
 
 def _add(total: dict[str, float], more: dict[str, float]) -> None:

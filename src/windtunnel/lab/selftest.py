@@ -1,13 +1,15 @@
 """The lab tested blind: one battery of storms over servers with a planted defect and over as many clean ones.
 
-Whoever judges a server (`examine`) is given its address and a seed, nothing else. The order of servers is drawn from
-the seed. A defect is *found* when anything is found, and *named right* when the finding that its catalogue entry names is among
-the findings. On a clean server every finding is a false alarm.
+Whoever judges a server (`examine`) is given its addresses, its process and a seed, nothing else. The order of servers is
+drawn from the seed, and every server with a defect has a twin without it. A defect is *found* when anything is found, and
+*named right* when the finding that its catalogue entry names is among those that no other one explains. On a clean server every
+finding is a false alarm.
 """
 
 import asyncio
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,7 +29,10 @@ from windtunnel.lab.target import Target, TargetError, find_context, find_model,
 
 GOAL_RATE = 0.95
 CLEAN = "clean"
-COMMAND = "{python} -m windtunnel serve --engine vllm --model windtunnel --port {port} --ttft 10ms --itl 4ms"
+SERVE = "{python} -m windtunnel serve --engine vllm --model windtunnel --ttft 10ms --itl 4ms"
+COMMAND = f"{SERVE} --port {{port}}"
+FRONT = "{python} -m windtunnel.lab.proxy --port {port} --upstream-port {port2}"
+WORKER = f"-- {SERVE} --port {{port2}}"
 LONG_PROMPT_SHARE = 0.7
 """Of the context that the server advertises: such a prompt must be served."""
 REPORT_LIMIT = 50
@@ -63,16 +68,47 @@ BATTERY: tuple[tuple[str, StormPlan], ...] = (
         ),
     ),
     ("children", replace(_QUICK, victim=Shape(max_tokens=600, n=2), how=(How.FIN, How.STOP_READING), stall_ns=100 * MS)),
+    (
+        "pairs",
+        replace(
+            _QUICK,
+            victims=8,
+            rounds=12,
+            victim=Shape(max_tokens=100),
+            survivors=2,
+            calm=2,
+            survivor=Shape(max_tokens=70),
+            bystanders=0,
+            later=2,
+        ),
+    ),
     ("long prompt", replace(_QUICK, victims=2, when=Trigger(Moment.SENT, 0), survivors=1, bystanders=4)),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One planted defect, and the finding that it must raise."""
+    """One planted defect, the finding that it must raise, and the command of its twin."""
 
     fault: str
     finding: str
+    command: str = ""
+    """With the defect; empty: the plain server with `--fault`."""
+    clean: str = COMMAND
+    front: bool = False
+    """The server stands behind a proxy, which is what is asked."""
+
+    def arm(self, *, planted: bool) -> Arm:
+        return Arm(command=(self.command or f"{COMMAND} --fault {self.fault}") if planted else self.clean, ready_url=READY)
+
+
+READY = "http://127.0.0.1:{port}/health"
+FURTHER = (
+    Case("proxy-keeps-upstream", "abort_not_propagated", f"{FRONT} --keep-upstream {WORKER}", f"{FRONT} {WORKER}", front=True),
+    Case("shutdown-hangs", "drain_timeout", f"{COMMAND} --shutdown-outcome hang"),
+)
+"""Defects that a flag or a process beside the server makes."""
+DRAIN = replace(_QUICK, victims=0, bystanders=0, later=1, drain=4, drain_deadline_ns=4 * S, request_timeout_ns=15 * S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,20 +133,33 @@ class Run:
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(one.finding.name for one in self.seen))
+        """Of what no other finding of its storm explains."""
+        return tuple(dict.fromkeys(one.finding.name for one in self.seen if one.finding.consequence_of is None))
+
+    @property
+    def consequences(self) -> tuple[str, ...]:
+        """Of what was explained wherever it was found."""
+        return tuple(dict.fromkeys(one.finding.name for one in self.seen if one.finding.name not in self.names))
 
     def seconds_to(self, name: str) -> float | None:
-        return next((one.seconds for one in self.seen if one.finding.name == name), None)
+        return next((one.seconds for one in self.seen if one.finding.name == name and one.finding.consequence_of is None), None)
 
 
-async def examine(url: str, seed: int) -> tuple[tuple[Seen, ...], str | None]:
-    """The battery against one address. The second value says why it ended early, if it did."""
+async def examine(
+    url: str, seed: int, *, metrics_urls: Sequence[str] = (), pid: int | None = None
+) -> tuple[tuple[Seen, ...], str | None]:
+    """The battery against one address, and a drain of the process where it is known.
+
+    The second value says why it ended early, if it did.
+    """
     started = time.monotonic()
     seen: list[Seen] = []
+    storms = [*BATTERY, *([("drain", DRAIN)] if pid is not None else [])]
     try:
-        target = make_target(url, await find_model(url, {}))
-        for number, (name, plan) in enumerate(BATTERY):
-            result = await run_storm(target, await _fitted(target, replace(plan, seed=seed * 100 + number)))
+        target = make_target(url, await find_model(url, {}), metrics_urls=metrics_urls)
+        for number, (name, plan) in enumerate(storms):
+            plan = await fitted(target, replace(plan, seed=seed * 100 + number))
+            result = await run_storm(target, plan, pid=pid if plan.drain else None)
             seconds = time.monotonic() - started
             seen += [Seen(finding, name, seconds) for finding in find(result)]
             if any(one.finding.name in ("wedged", "unreachable") for one in seen):
@@ -120,7 +169,7 @@ async def examine(url: str, seed: int) -> tuple[tuple[Seen, ...], str | None]:
     return tuple(seen), None
 
 
-async def _fitted(target: Target, plan: StormPlan) -> StormPlan:
+async def fitted(target: Target, plan: StormPlan) -> StormPlan:
     """The plan with one prompt of each storm's survivors as long as the server's context allows, where it says how long."""
     if plan.survivors != 1:
         return plan
@@ -129,12 +178,11 @@ async def _fitted(target: Target, plan: StormPlan) -> StormPlan:
     return replace(plan, survivor=replace(plan.survivor, prompt_words=words))
 
 
-def schedule(cases: Sequence[Case], runs: int, seed: int) -> list[tuple[Case | None, int]]:
-    """Every case `runs` times and as many clean servers, in an order drawn from the seed."""
-    order: list[tuple[Case | None, int]] = [(case, number) for case in cases for number in range(runs)]
-    order += [(None, number) for number in range(len(order))]
+def schedule(cases: Sequence[Case], runs: int, seed: int) -> list[tuple[Case, bool, int]]:
+    """Every case `runs` times with its defect and `runs` times without, in an order drawn from the seed."""
+    order = [(case, planted, number) for case in cases for planted in (True, False) for number in range(runs)]
     Random(seed).shuffle(order)
-    return [(case, seed + number) for case, number in order]
+    return [(case, planted, seed + number) for case, planted, number in order]
 
 
 async def run_selftest(
@@ -153,11 +201,11 @@ async def run_selftest(
     done: list[Run] = []
 
     async def worker(scratch: Path) -> None:
-        for case, number in todo:
+        for case, planted, number in todo:
             if stop.is_set():
                 return
             try:
-                done.append(await _one(case, number, scratch, stop))
+                done.append(await _one(case, planted, number, scratch, stop))
             except Stopped:
                 return
             if tell is not None:
@@ -172,15 +220,16 @@ async def run_selftest(
     return done
 
 
-async def _one(case: Case | None, seed: int, scratch: Path, stop: asyncio.Event) -> Run:
-    arm = Arm(command=COMMAND if case is None else f"{COMMAND} --fault {case.fault}")
+async def _one(case: Case, planted: bool, seed: int, scratch: Path, stop: asyncio.Event) -> Run:
     started = time.monotonic()
     try:
-        async with running(arm, scratch / "server.log", time_scale=1.0, seed=seed, stop=stop) as server:
-            seen, unusable = await examine(server.url, seed)
+        async with running(case.arm(planted=planted), scratch / "server.log", time_scale=1.0, seed=seed, stop=stop) as server:
+            metrics = [f"http://127.0.0.1:{server.more_ports[0]}/metrics"] if case.front else []
+            pid = None if case.front else server.pid
+            seen, unusable = await examine(server.url, seed, metrics_urls=metrics, pid=pid)
     except Environment as error:
         seen, unusable = (), str(error)
-    return Run(case, seed, seen, time.monotonic() - started, unusable)
+    return Run(case if planted else None, seed, seen, time.monotonic() - started, unusable)
 
 
 def selftest_document(runs: Iterable[Run]) -> dict[str, Any]:
@@ -213,9 +262,7 @@ def _fault_document(group: Sequence[Run]) -> dict[str, Any]:
     case = group[0].case
     assert case is not None
     times = [seconds for run in group if (seconds := run.seconds_to(case.finding)) is not None]
-    others: dict[str, int] = {}
-    for name in (name for run in group for name in run.names if name != case.finding):
-        others[name] = others.get(name, 0) + 1
+    others = Counter(name for run in group for name in run.names if name != case.finding)
     return {
         "finding": case.finding,
         "runs": len(group),
@@ -223,7 +270,8 @@ def _fault_document(group: Sequence[Run]) -> dict[str, Any]:
         "named_right": len(times),
         "seconds": round(median(times), 3) if times else None,
         "seconds_max": round(max(times), 3) if times else None,
-        "also_named": others,
+        "also_named": dict(others),
+        "consequences": dict(Counter(name for run in group for name in run.consequences)),
         "missed_seeds": [run.seed for run in group if case.finding not in run.names],
     }
 

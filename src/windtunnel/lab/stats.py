@@ -1,7 +1,8 @@
 """Exact statistics for small counts. scipy is imported when first used, so that the command line starts fast.
 
-Rates: Clopper and Pearson (1934). Two rates: Fisher's exact test; the interval of their difference is Newcombe's hybrid of two
-Wilson intervals (1998, method 10). Means: Welch's interval and a permutation test, exact when there are few arrangements.
+Rates: Clopper and Pearson (1934). Two rates: Fisher's exact test, on effective counts where requests come in trials (Rao and
+Scott 1992); the interval of their difference is Newcombe's hybrid of two Wilson intervals (1998, method 10). Means: Welch's
+interval and a permutation test, exact when there are few arrangements.
 """
 
 import math
@@ -68,6 +69,36 @@ def compare_rates(control: tuple[int, int], treatment: tuple[int, int]) -> Compa
     return Comparison(rate_one, rate_two, difference, Interval(low, high), min(1.0, p_value), "Fisher exact, two-sided")
 
 
+def compare_clustered(control: Sequence[tuple[int, int]], treatment: Sequence[tuple[int, int]]) -> Comparison:
+    """Two lists of (successes, total), one for each trial: what happens within a trial is not independent.
+
+    Each arm's counts are divided by its design effect, which the spread between its trials tells (Rao and Scott 1992), and then
+    compared as `compare_rates` does. A single trial is one unit. Raises ValueError for an arm without a request.
+    """
+    effective = []
+    for trials in (control, treatment):
+        hits, total = sum(one for one, _ in trials), sum(all_ for _, all_ in trials)
+        _check_counts(hits, total)
+        units = max(1, round(total / _design_effect(trials, hits / total)))
+        effective.append((round(hits / total * units), units))
+    compared = compare_rates(effective[0], effective[1])
+    rates = [sum(one for one, _ in trials) / sum(all_ for _, all_ in trials) for trials in (control, treatment)]
+    test = f"{compared.test}; {effective[0][1]} and {effective[1][1]} units (design effect of trials)"
+    return compared._replace(control=rates[0], treatment=rates[1], difference=rates[0] - rates[1], test=test)
+
+
+def _design_effect(trials: Sequence[tuple[int, int]], rate: float) -> float:
+    """How much wider rates spread between trials than independent requests would; at least 1."""
+    total = sum(count for _, count in trials)
+    if len(trials) < 2:
+        return float(total)
+    independent = rate * (1 - rate) / total
+    if independent == 0:
+        return 1.0
+    spread = sum((hits - rate * count) ** 2 for hits, count in trials) / total**2
+    return max(1.0, len(trials) / (len(trials) - 1) * spread / independent)
+
+
 def compare_means(control: Sequence[float], treatment: Sequence[float], seed: int = 0) -> Comparison:
     """Two samples by a permutation test of the difference of means, two-sided. Raises ValueError for an empty sample."""
     if not control or not treatment:
@@ -95,6 +126,20 @@ def permutation_p(control: Sequence[float], treatment: Sequence[float], seed: in
     random = Random(seed)
     count = sum(apart(random.sample(pooled, size)) for _ in range(RANDOM_ARRANGEMENTS))
     return (count + 1) / (RANDOM_ARRANGEMENTS + 1), f"{RANDOM_ARRANGEMENTS} random arrangements"
+
+
+def paired_p(differences: Sequence[float], seed: int = 0) -> float:
+    """One-sided: how often random signs make the sum of the differences at least as large. Exact when there are few pairs."""
+    size = [abs(one) for one in differences]
+    observed = sum(differences) - 1e-12
+    if 2 ** len(size) <= EXACT_ARRANGEMENTS:
+        sums = [0.0]
+        for one in size:
+            sums = [total + sign * one for total in sums for sign in (1, -1)]
+        return sum(total >= observed for total in sums) / len(sums)
+    random = Random(seed)
+    hits = sum(sum(random.choice((1, -1)) * one for one in size) >= observed for _ in range(RANDOM_ARRANGEMENTS))
+    return (hits + 1) / (RANDOM_ARRANGEMENTS + 1)
 
 
 def _welch(control: Sequence[float], treatment: Sequence[float]) -> Interval:

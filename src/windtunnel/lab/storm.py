@@ -1,6 +1,6 @@
 """One storm: victims leave, bystanders ask, later streams are counted, and the metrics are watched until it is quiet.
 
-    baseline → calm → (victims + survivors → bystanders) × rounds → survivors end → quiet, else probe → later streams
+    baseline → (calm | victims + survivors → bystanders → survivors end) × rounds → quiet, else probe → later streams
         → known answers again → direct check → drain
 
 Calm streams, known answers, the direct check behind a router and the drain are there only when the plan or the target calls for
@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
+from random import Random
 
 from windtunnel.lab.asks import AskMaker
 from windtunnel.lab.client import Gate, Leave, Session, described, run_request
@@ -34,6 +35,7 @@ from windtunnel.lab.plan import (
     check_spoken,
     start_offsets,
 )
+from windtunnel.lab.pulse import Pulse
 from windtunnel.lab.record import Ask, BystanderRecord, End, Phase, Sample, StormResult, StreamRecord
 from windtunnel.lab.sampler import Sampler, is_quiet, recognise_sources
 from windtunnel.lab.states import States
@@ -43,6 +45,10 @@ BASELINE_SAMPLES = 3
 GRACE_FLOOR_NS = 1_000_000_000
 QUIET_SAMPLES = 2
 """So many samples in a row must be quiet."""
+LEAST_SAMPLES = 8
+"""The wait for quiet, and the look after a probe, do not end before so many: a busy machine takes few in the time."""
+PATIENCE = 4
+"""They do end after so many times their time."""
 PROBE_TOKENS = 12
 PROBE_ATTEMPTS = 3
 _MODELS_PATH = "/v1/models"
@@ -99,9 +105,9 @@ def planned_asks(plan: StormPlan) -> Iterator[Ask]:
     """All generation requests of a plan, in the order in which they are made; the same seed makes the same ones."""
     maker = AskMaker(plan.seed)
     yield maker.ask(Role.PROBE, 0, Shape(max_tokens=PROBE_TOKENS))
-    for _ in range(plan.calm):
-        yield maker.ask(Role.CALM, 0, plan.survivor)
     for round_ in range(plan.rounds):
+        for _ in range(plan.calm):
+            yield maker.ask(Role.CALM, round_, plan.survivor)
         for _ in range(plan.victims):
             yield maker.ask(Role.VICTIM, round_, plan.victim)
         for _ in range(plan.survivors):
@@ -123,6 +129,7 @@ class _Storm:
         self.bystanders: list[BystanderRecord] = []
         self._phases: list[Phase] = []
         self.states = States(session, sampler)
+        self.pulse = Pulse(session.now_ns, session.lags)
         self.extras = Extras(session, plan, self.maker, self.streams, sampler)
         self._next_bystander = count()
         self._baseline: Sample | None = None
@@ -144,11 +151,6 @@ class _Storm:
                 await self.states.look()
         if not self._oracle:
             await self.extras.learn()
-        if self.plan.calm:
-            with self._phase("calm"):
-                await self._crowd(
-                    [(self._ask(Role.CALM, self.plan.survivor), None) for _ in range(self.plan.calm)], self.plan.calm
-                )
         if not self.sampler.gauges().keys() & self._baseline.gauges.keys():
             self._notes.append("no known gauge on /metrics: leaks cannot be seen; name gauges with --watch")
 
@@ -181,19 +183,23 @@ class _Storm:
             self._notes.append("the target does not write the oracle's words: texts are not checked")
 
     async def run(self) -> None:
-        """All of it; the samples are taken beside the phases."""
-        await self.prepare()
-        sampling = asyncio.create_task(self.sampler.run(self.plan.sample_every_ns))
+        """All of it; the samples and the pulse are taken beside the phases."""
+        beside = [asyncio.create_task(self.pulse.run())]
         try:
+            await self.prepare()
+            beside.append(asyncio.create_task(self.sampler.run(self.plan.sample_every_ns)))
             await self.phases()
         finally:
-            sampling.cancel()
-            await asyncio.gather(sampling, return_exceptions=True)
+            for task in beside:
+                task.cancel()
+            await asyncio.gather(*beside, return_exceptions=True)
 
     async def phases(self) -> None:
         round_ = 0
         while round_ < self.plan.rounds or self._soaks():
-            await self._round(round_)
+            arms = [self._round, self._calm] if self.plan.calm else [self._round]
+            for arm in Random(self.plan.seed * 1_009 + round_).sample(arms, len(arms)):
+                await arm(round_)
             round_ += 1
         if self.plan.quiet_before_later:
             await self._settle()
@@ -227,6 +233,13 @@ class _Storm:
         if self.plan.drain and self.sampler.pid is not None:
             with self._phase("drain"):
                 await self.extras.drain(self.sampler.pid)
+
+    async def _calm(self, round_: int) -> None:
+        """The survivors' arm without victims."""
+        with self._phase("calm"):
+            await self._crowd(
+                [(self._ask(Role.CALM, self.plan.survivor, round_), None) for _ in range(self.plan.calm)], self.plan.calm
+            )
 
     async def _round(self, round_: int) -> None:
         plan = self.plan
@@ -336,16 +349,21 @@ class _Storm:
         self._at_deadline = self._last_usable()
         with self._phase("probe"):
             await self._follow(self._ask(Role.PROBE, Shape(max_tokens=PROBE_TOKENS)))
-            await asyncio.sleep(2 * self.plan.sample_every_ns / 1e9)
-            taken = await self.sampler.sample()
-            self._after_probe = taken if taken.usable else self._last_usable()
+            for _ in range(LEAST_SAMPLES):
+                await asyncio.sleep(2 * self.plan.sample_every_ns / 1e9)
+                taken = await self.sampler.sample()
+                self._after_probe = taken if taken.usable else self._last_usable()
+                if taken.usable and self._is_quiet(taken):
+                    return
 
     async def _quiet(self) -> bool:
         """Whether the samples became quiet before the deadline."""
         with self._phase("quiet"):
-            end_ns = self.session.now_ns() + self.plan.quiet_deadline_ns
+            began_ns, wait_ns = self.session.now_ns(), self.plan.quiet_deadline_ns
             seen = len(self.sampler.samples)
-            while self.session.now_ns() < end_ns:
+            while (waited_ns := self.session.now_ns() - began_ns) < PATIENCE * wait_ns:
+                if waited_ns >= wait_ns and len(self.sampler.samples) - seen >= LEAST_SAMPLES:
+                    break
                 recent = self.sampler.samples[seen:][-QUIET_SAMPLES:]
                 if len(recent) == QUIET_SAMPLES and all(self._is_quiet(sample) for sample in recent):
                     return True
@@ -354,7 +372,7 @@ class _Storm:
 
     def _is_quiet(self, sample: Sample) -> bool:
         assert self._baseline is not None
-        return is_quiet(sample, self._baseline, self.sampler.gauges())
+        return is_quiet(sample, self._baseline, self.sampler.watches())
 
     def _quiet_at(self) -> int:
         """The first of the quiet samples at the end of the series."""
@@ -434,7 +452,7 @@ class _Storm:
             plan=self.plan,
             kind=self.sampler.kind.name,
             cancel_grace_ns=grace_ns(self.sampler.kind.cancel_grace_ns, self.plan.time_scale),
-            watches={key: gauge.watch.value for key, gauge in self.sampler.gauges().items()},
+            watches=self.sampler.watches(),
             baseline=baseline,
             oracle=self._oracle,
             streams=tuple(streams),
@@ -450,6 +468,7 @@ class _Storm:
             direct=self.extras.direct,
             drain=self.extras.drained,
             front=self.extras.front,
+            lags=tuple(self.session.lags),
             notes=(*self._notes, *self.session.notes),
         )
 

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from windtunnel.core.units import parse_duration_ns
 from windtunnel.lab.experiment_file import Effect, Prediction
-from windtunnel.lab.stats import Comparison, clopper_pearson, compare_means, compare_rates
+from windtunnel.lab.stats import Comparison, clopper_pearson, compare_clustered, compare_means
 
 Verdict = Literal["confirmed", "refuted", "mixed", "inconclusive"]
 Trial = Mapping[str, Any]
@@ -110,23 +110,29 @@ def effect_document(effect: Effect, control: Sequence[Trial], treatment: Sequenc
 def _compare_counts(
     effect: Effect, control: Sequence[Trial], treatment: Sequence[Trial]
 ) -> tuple[Comparison | None, dict[str, Any]]:
-    one, two = _counts(effect, control), _counts(effect, treatment)
-    if one is None or two is None:
+    assert effect.of is not None
+    one, two = (counts_of(trials, effect.metric, effect.of) for trials in (control, treatment))
+    if not one or not two:
         return None, {}
+    pooled = [
+        (name, (sum(hits for hits, _ in arm), sum(all_ for _, all_ in arm)))
+        for name, arm in zip(_ARMS, (one, two), strict=True)
+    ]
     extra = {
         f"{name}_{key}": value
-        for name, counts in (("control", one), ("treatment", two))
+        for name, counts in pooled
         for key, value in (("counts", list(counts)), ("ci95", list(clopper_pearson(*counts))))
     }
-    return compare_rates(one, two), extra
+    return compare_clustered(one, two), extra
 
 
-def _counts(effect: Effect, trials: Sequence[Trial]) -> tuple[int, int] | None:
-    assert effect.of is not None
-    pairs = [(metric(trial, effect.metric), metric(trial, effect.of)) for trial in trials]
-    numbers = [(int(hits), int(total)) for hits, total in pairs if hits is not None and total is not None]
-    total = sum(total for _, total in numbers)
-    return (sum(hits for hits, _ in numbers), total) if total else None
+_ARMS = ("control", "treatment")
+
+
+def counts_of(trials: Sequence[Trial], hits: str, of: str) -> list[tuple[int, int]]:
+    """(how many, of how many) of each trial that has any."""
+    pairs = [(metric(trial, hits), metric(trial, of)) for trial in trials]
+    return [(int(one), int(total)) for one, total in pairs if one is not None and total]
 
 
 def _compare(effect: Effect, control: Sequence[Trial], treatment: Sequence[Trial]) -> tuple[Comparison | None, dict[str, Any]]:

@@ -75,6 +75,9 @@ class EngineSettings:
     """Size of the host tier; `kv_offloading_blocks` says the same in blocks."""
     kv_offloading_blocks: int = 0
     kv_offloading_block_ns: int = 0
+    kv_offloading_disk_blocks: int = 0
+    """A further tier behind the host's."""
+    kv_offloading_disk_block_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +97,12 @@ class SglangSettings:
     disable_overlap_schedule: bool = False
     max_queued_requests: int | None = None
     decode_log_interval: int = 40
+    log_batches: bool = False
     tp_size: int = 1
     enable_metrics: bool = True
     """Off in SGLang. On here: a test bench without gauges shows nothing of what it is for."""
     enable_metrics_for_all_schedulers: bool = False
+    collect_tokens_histogram: bool = False
     enable_cache_report: bool = False
     incremental_streaming_output: bool = False
     weight_version: str = "default"
@@ -170,6 +175,7 @@ class ServeConfig:
     reasoning_parser: str | None = None
     return_tokens_as_token_ids: bool = False
     trust_request_chat_template: bool = False
+    media_tokens: int = 0
     max_logprobs: int = 20
     stream_interval: int = 1
     sse_keep_alive_interval_ns: int = 0

@@ -36,6 +36,8 @@ def engine_config(config: ServeConfig, tokenizer: Tokenizer) -> VllmEngineConfig
         collect_kv_events=config.kv_events.publishes,
         host_blocks=host_blocks(config),
         host_block_ns=round(settings.kv_offloading_block_ns / config.pacing.time_scale),
+        disk_blocks=settings.kv_offloading_disk_blocks,
+        disk_block_ns=round(settings.kv_offloading_disk_block_ns / config.pacing.time_scale),
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from windtunnel.core.physics import GPUS, MODELS
 from windtunnel.core.profile import Profile, from_mapping
-from windtunnel.core.units import parse_duration_ns
+from windtunnel.core.units import LONGEST_S, parse_duration_ns
 from windtunnel.serve.config import ServeConfig, UsageError
 from windtunnel.serve.config_file import read_config_file
 from windtunnel.serve.failures import FAILURES
@@ -28,10 +28,7 @@ Parse = Callable[[Any], Any]
 
 
 def _duration(value: Any) -> int:
-    duration_ns = parse_duration_ns(value)
-    if duration_ns > _LONGEST_S * 10**9:
-        raise ValueError(f"{value} is out of range: it must be at most {_LONGEST_S}s")
-    return duration_ns
+    return parse_duration_ns(value)
 
 
 def _seconds(value: Any) -> int:
@@ -41,13 +38,10 @@ def _seconds(value: Any) -> int:
     try:
         seconds = float(value)
     except ValueError:
-        return _duration(value)
-    if not 0 <= seconds <= _LONGEST_S:
-        raise ValueError(f"{value} is out of range: it must be between 0 and {_LONGEST_S} seconds")
+        return parse_duration_ns(value)
+    if not 0 <= seconds <= LONGEST_S:
+        raise ValueError(f"{value} is out of range: it must be between 0 and {LONGEST_S} seconds")
     return round(seconds * 1e9)
-
-
-_LONGEST_S = 10**9
 
 
 def _whole(value: Any) -> int:
@@ -322,6 +316,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag("enable-log-requests", "enable_log_requests", _boolean, "log requests and aborts", switch=True),
     Flag("return-tokens-as-token-ids", "return_tokens_as_token_ids", _boolean, "spell logprob tokens token_id:N", switch=True),
     Flag("trust-request-chat-template", "trust_request_chat_template", _boolean, "chat_template in requests", switch=True),
+    Flag("media-tokens", "media_tokens", _integer(0, 1 << 20), "tokens of each image, sound or film in a chat; 0: text only"),
     Flag("max-logprobs", "max_logprobs", _integer(-1), "most alternatives per token"),
     Flag("stream-interval", "stream_interval", _POSITIVE, "tokens per stream chunk"),
     Flag("sse-keep-alive-interval", "sse_keep_alive_interval_ns", _seconds, "comment frames on silent streams", live=True),
@@ -414,6 +409,13 @@ FLAGS: tuple[Flag, ...] = (
     ),
     Flag("kv-offloading-blocks", "scheduler.kv_offloading_blocks", _COUNT, "the same as a number of blocks"),
     Flag("kv-offloading-block-time", "scheduler.kv_offloading_block_ns", _duration, "what bringing one block back costs"),
+    Flag(
+        "kv-offloading-disk-blocks",
+        "scheduler.kv_offloading_disk_blocks",
+        _COUNT,
+        "blocks on disk, behind those in host memory",
+    ),
+    Flag("kv-offloading-disk-block-time", "scheduler.kv_offloading_disk_block_ns", _duration, "the same cost, from disk"),
     Flag("data-parallel-size", "data_parallel_size", _integer(1, 256), "engine ranks"),
     Flag("kv-events-config", "kv_events.*", parse_kv_events, 'where KV events go: {"enable_kv_cache_events": true, …}'),
     Flag("kv-events-format", "kv_events.form", _choice(*FORMATS), "KV events as maps (0.32 and later) or arrays"),
@@ -430,6 +432,7 @@ FLAGS: tuple[Flag, ...] = (
     ),
     Flag("kv-events-replay-queue-size", "kv_events.buffer_steps", _POSITIVE, "batches kept for replay (llm-d-inference-sim)"),
     *_KV_TRANSFER_FLAGS,
+    Flag("event-batch-size", "kv_events.batch_events", _integer(1, 1 << 20), "KV events of a batch; 1: those of a step"),
     Flag("failure-injection-rate", "failures.rate_percent", _integer(0, 100), "percent that fails on purpose", live=True),
     Flag("failure-types", "failures.types", _failure_types, "how they fail; all kinds when empty", many=True, live=True),
     Flag("max-body-bytes", "limits.body_bytes", _POSITIVE, "largest request body (413)"),
@@ -545,7 +548,13 @@ def live_changes(config: ServeConfig, changes: Mapping[str, Any]) -> ServeConfig
             names = ", ".join(table.live)
             raise UsageError(f"{key}: not a setting that can be changed while the server runs; those are {names}")
         values[flag.target] = _parse(flag, key, value)
-    return check(apply_values(config, values))
+    changed = check(apply_values(config, values))
+    if config.scheduler.kv_offloading_gib and changed.pacing.gpu_model != config.pacing.gpu_model:
+        raise UsageError(
+            f"gpu_model: {config.pacing.gpu_model} says how many blocks --kv-offloading-size holds, and those cannot change "
+            "while the server runs; start it with --kv-offloading-blocks instead"
+        )
+    return changed
 
 
 def check(config: ServeConfig) -> ServeConfig:
@@ -588,6 +597,10 @@ def _check_vllm(config: ServeConfig) -> None:
     if config.kv_transfer.on and (scheduler.kv_offloading_gib or scheduler.kv_offloading_blocks):
         raise UsageError("--kv-offloading-size and --kv-transfer-config exclude each other: there is no MultiConnector here")
     _check_kv_transfer(config)
+    if scheduler.kv_offloading_disk_blocks and not (scheduler.kv_offloading_gib or scheduler.kv_offloading_blocks):
+        raise UsageError(
+            "--kv-offloading-disk-blocks needs --kv-offloading-size or --kv-offloading-blocks: it stands behind them"
+        )
     needed = -(-scheduler.max_model_len // scheduler.block_size) + 1
     if scheduler.num_gpu_blocks < needed:
         raise UsageError(

@@ -59,7 +59,7 @@ _EARLIER_VLLM = """
 """
 _LLM_D_INFERENCE_SIM = """
     add-dir-header alsologtostderr dataset-in-memory dataset-path dataset-table-name dataset-url default-embedding-dimensions
-    event-batch-size fake-metrics fake-metrics-refresh-interval force-dummy-tokenizer
+    fake-metrics fake-metrics-refresh-interval force-dummy-tokenizer
     global-cache-hit-threshold image-emission-rate kv-cache-transfer-latency kv-cache-transfer-latency-std-dev
     kv-cache-transfer-time-per-token kv-cache-transfer-time-std-dev
     latency-calculator log-backtrace-at log-dir log-file log-file-max-size log-http logtostderr

@@ -105,7 +105,7 @@ class ChunkSink:
     def flush(self) -> None:
         data = b"".join(self.parts)
         self.parts.clear()
-        if not self._line.gone:
+        if not self._line.gone and not self._transport.is_closing():
             self._transport.write(data)
 
     def lane(self, head: bytes, tail: bytes) -> "Lane":

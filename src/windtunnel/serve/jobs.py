@@ -30,7 +30,18 @@ class ChoiceListener:
     happens goes through the choice and the encoder, and the lane is asked for anew.
     """
 
-    __slots__ = ("_answer", "_choice", "_driver", "_lane", "_lane_tokens", "_metrics", "_texts", "external_id", "request_id")
+    __slots__ = (
+        "_answer",
+        "_choice",
+        "_driver",
+        "_lane",
+        "_lane_tokens",
+        "_metrics",
+        "_texts",
+        "external_id",
+        "request_id",
+        "siblings",
+    )
 
     def __init__(
         self,
@@ -50,6 +61,8 @@ class ChoiceListener:
         self._texts = texts
         self._lane: Lane | None = None
         self._lane_tokens = 0
+        self.siblings: tuple[str, ...] = ()
+        """All requests of the same answer, where there are several: they end with it when this one fails."""
 
     def on_output(self, output: TokenOutput) -> None:
         _id, token_ids, finish_reason, _stop, _cached, error, _kv = output
@@ -65,12 +78,19 @@ class ChoiceListener:
         self._answer.on_output(self._choice, output)
         if error is not None and error.failed:
             self._metrics.on_finished(self.request_id, FinishReason.ERROR, now_ns())
+            self._drop_siblings()
         elif finish_reason is not None:
             self._metrics.on_finished(self.request_id, finish_reason, now_ns())
         elif self._choice.stopped_by is not None:
             self._metrics.on_finished(self.request_id, FinishReason.STOP, now_ns())
             self._driver.abort([self.request_id])
         self._lane = self._answer.lane(self._choice)
+
+    def _drop_siblings(self) -> None:
+        """The answer has ended: whoever else writes to it would write into the next answer of the connection."""
+        if self.siblings:
+            self._metrics.on_dropped(self.siblings)
+            self._driver.abort(self.siblings)
 
     def settle(self) -> None:
         """Take what went through the lane into the counts."""
@@ -83,6 +103,7 @@ class ChoiceListener:
 
     def broken(self) -> None:
         self._metrics.on_dropped([self.request_id])
+        self._drop_siblings()
         self._answer.fail(WireError("Internal server error", 500, "InternalServerError"))
 
     def finish_aborted(self) -> None:
@@ -171,6 +192,7 @@ class Jobs:
         if refusal is not None:
             self._metrics.on_rejected(refusal.reason)
             return refusal
+        _introduce(listeners)
         job = Job(generation.response_id, listeners)
         self._live[id(job)] = job
         return job
@@ -237,9 +259,11 @@ class Jobs:
                     min_tokens=sampling.min_tokens,
                     ignore_eos=sampling.ignore_eos,
                     stop_token_ids=frozenset(sampling.stop_token_ids),
+                    repetition=sampling.repetition,
                     priority=generation.priority,
                     lora=generation.lora,
                     cache_salt=generation.cache_salt,
+                    media=prompt.media,
                     parent_id=parent if sampling.n > 1 else None,
                     data_parallel_rank=generation.data_parallel_rank,
                     session_id=generation.session_id,
@@ -262,6 +286,13 @@ class Jobs:
         external = f"{generation.response_id}-{prompt_index}" if generation.indexed_ids else generation.response_id
         parent = f"{external}-{self._new_suffix()}"
         return external, parent, [parent] if n == 1 else [f"{child}_{parent}" for child in range(n)]
+
+
+def _introduce(listeners: Sequence[ChoiceListener]) -> None:
+    """Tell the requests of one answer of one another."""
+    family = tuple([listener.request_id for listener in listeners])
+    for listener in listeners if len(family) > 1 else ():
+        listener.siblings = family
 
 
 def _reports_cached_blocks(generation: Generation) -> bool:

@@ -37,6 +37,8 @@ class KvEventsConfig:
     topic: str = ""
     form: EventFormat = "map"
     hashes: HashForm = "int"
+    batch_events: int = 1
+    """Batches wait for so many events, and at most a second, as in llm-d-inference-sim; 1: each step is a batch."""
 
     @property
     def publishes(self) -> bool:
@@ -48,7 +50,7 @@ class KvEventsConfig:
         return {**shown, "publisher": "zmq", "endpoint": endpoint, "replay_endpoint": replay_endpoint}
 
 
-_MEMBERS = tuple(item.name for item in fields(KvEventsConfig) if item.name not in ("form", "hashes"))
+_MEMBERS = tuple(item.name for item in fields(KvEventsConfig) if item.name not in ("form", "hashes", "batch_events"))
 _EXAMPLE = '{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}'
 
 

@@ -54,6 +54,9 @@ class ReplayBuffer:
         return [batch for batch in self._batches if batch[0] >= sequence]
 
 
+_BATCH_WAITS_S = 1.0
+
+
 class KvPublisher:
     """Observes the steps of one rank. Owns both sockets; raises UsageError for an endpoint that cannot be had."""
 
@@ -70,6 +73,10 @@ class KvPublisher:
         """Of the next batch."""
         self.buffer = ReplayBuffer(config.buffer_steps)
         self._config = config
+        self._loop = loop
+        self._waiting: list[KvEvent] = []
+        """Fewer than a whole batch, where batches are larger than steps; at most those of one step more."""
+        self._flush: asyncio.TimerHandle | None = None
         self._codec = codec
         self._topic = config.topic.encode()
         self._clock_s = clock_s
@@ -89,8 +96,26 @@ class KvPublisher:
         return self._config.source(self.endpoint, None if self.replay is None else self.replay.endpoint)
 
     def on_step(self, rank: int, step: StepOutput, now_ns: int) -> None:
-        if step.kv_events:
+        if not step.kv_events:
+            return
+        if self._config.batch_events == 1:
             self.publish(step.kv_events)
+            return
+        self._waiting += step.kv_events
+        if len(self._waiting) >= self._config.batch_events:
+            self._publish_waiting()
+        elif self._flush is None:
+            self._flush = self._loop.call_later(_BATCH_WAITS_S, self._publish_waiting)
+
+    def _publish_waiting(self) -> None:
+        self._stop_waiting()
+        events, self._waiting = self._waiting, []
+        self.publish(events)
+
+    def _stop_waiting(self) -> None:
+        if self._flush is not None:
+            self._flush.cancel()
+            self._flush = None
 
     def publish(self, events: Sequence[KvEvent]) -> None:
         sequence, self.sequence = self.sequence, self.sequence + 1
@@ -99,6 +124,8 @@ class KvPublisher:
         self._pub.send_multipart((self._topic, sequence.to_bytes(SEQUENCE_BYTES, "big"), payload), zmq.NOBLOCK)
 
     def close(self) -> None:
+        """Events that wait for their batch are lost."""
+        self._stop_waiting()
         self._pub.close(linger=0)
         if self.replay is not None:
             self.replay.close()

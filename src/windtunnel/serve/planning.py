@@ -61,5 +61,7 @@ def _hashes(prompt: PromptPlan, generation: Generation, hasher: BlockHasher | No
     if hasher is None:
         return []
     return hasher.prompt_hashes(
-        EngineRequest("", prompt.token_ids, _NOTHING, 1, 0, lora=generation.lora, cache_salt=generation.cache_salt)
+        EngineRequest(
+            "", prompt.token_ids, _NOTHING, 1, 0, lora=generation.lora, cache_salt=generation.cache_salt, media=prompt.media
+        )
     )

@@ -61,6 +61,8 @@ class Seams:
     """From the engine's settings to those that it gets."""
     engine: Callable[[Any], Any] = as_it_is
     """Around the engine, as the driver and the operator routes see it."""
+    metrics: Callable[[Any], Any] = as_it_is
+    """Around the metrics: what is counted when a request ends."""
     disagg_config: Callable[[Any], Any] = as_it_is
     """From a P/D worker's settings to those that it gets."""
     transfer_backend: Callable[[Any], Any] = as_it_is
@@ -95,7 +97,11 @@ def resolve(text: str) -> Fault:
     """The defect that `NAME` or `NAME:VALUE` means. Raises ValueError that says what is wrong."""
     entry, value = find(text)
     module = importlib.import_module(f"windtunnel.faults.{entry.module}")
-    fault: Fault = module.FAULT.with_option(value) if value else module.FAULT
+    try:
+        fault: Fault = module.FAULT.with_option(value) if value else module.FAULT
+    except ValueError as error:
+        prefix = f"{entry.name}:{value}: "
+        raise ValueError(f"{prefix}{str(error).removeprefix(prefix)} ({entry.option})") from None
     return fault
 
 

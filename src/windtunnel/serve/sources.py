@@ -52,7 +52,10 @@ class SourceMaker:
         if prompt.identity is not None:
             return prompt.identity
         marked = self._marker_in(prompt.token_ids) if prompt.text is None else oracle.identity_of_marker(prompt.text)
-        return oracle.identity_of_tokens(prompt.token_ids) if marked is None else marked
+        if marked is not None:
+            return marked
+        identity = oracle.identity_of_tokens(prompt.token_ids)
+        return oracle.identity_with_media(identity, [item.identifier for item in prompt.media]) if prompt.media else identity
 
     def _marker_in(self, token_ids: Sequence[int]) -> int | None:
         """The last marker in the text of these tokens, looked for from the end, window by window."""

@@ -73,7 +73,7 @@ class Server:
         self.grpc_relay = GrpcRelay(config.limits.connections) if config.grpc_on_http_port else None
         self._pacing = make_pacing(config.pacing, self._chances[0])
         self.history = RequestHistory(config.limits.history)
-        self.metrics: Any = self.flavour.metrics(config, self.engine.config)
+        self.metrics: Any = self.seams.metrics(self.flavour.metrics(config, self.engine.config))
         self.publishers = open_publishers(config, self.flavour, loop)
         self.driver = self._make_ranks()
         self.sources = SourceMaker(config.generation, self.tokenizer)
@@ -250,6 +250,7 @@ def make_env(config: ServeConfig, tokenizer: Tokenizer, new_id: Callable[[], str
         "enable_force_include_usage",
         "return_tokens_as_token_ids",
         "trust_request_chat_template",
+        "media_tokens",
         "enable_scale_out",
         "embedding_size",
         "num_labels",

@@ -79,6 +79,8 @@ class ServerEnv:
     return_tokens_as_token_ids: bool = False
     trust_request_chat_template: bool = False
     trust_request_mm_kwargs: bool = False
+    media_tokens: int = 0
+    """Placeholder tokens of each image, sound or film in a chat; 0: the model takes text only."""
     stored: ResponseStore | None = None
     """None: `store` is ignored (`VLLM_ENABLE_RESPONSES_API_STORE` is off)."""
     fingerprint: str = ""

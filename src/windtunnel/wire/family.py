@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from windtunnel.core.request import Lora
+from windtunnel.core.request import Lora, MediaItem, Repetition
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +121,7 @@ class PromptPlan:
     text: str | None
     block_hashes: Sequence[bytes] = ()
     """Of its full KV blocks, made beforehand for a long prompt (`EngineRequest.prompt_hashes`)."""
+    media: tuple[MediaItem, ...] = ()
     identity: int | None = None
     """The oracle's identity of the prompt, made beforehand for a long one."""
 
@@ -143,6 +144,7 @@ class SamplingPlan:
     prompt_logprobs: int | None = None
     seed: int | None = None
     temperature: float | None = None
+    repetition: Repetition | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from windtunnel.core.outputs import BlockRemoved, BlockStored, KvEvent
 _SIGN, _MODULUS = 1 << 63, 1 << 64
 _FULL_ATTENTION = "full_attention"
 _GROUP = 0
-_LEVELS = {"GPU": (0, pb.KV_CACHE_TIER_DEVICE), "CPU": (1, pb.KV_CACHE_TIER_HOST)}
+_LEVELS = {"GPU": (0, pb.KV_CACHE_TIER_DEVICE), "CPU": (1, pb.KV_CACHE_TIER_HOST), "DISK": (2, pb.KV_CACHE_TIER_DISK)}
 """Cache level and tier of a medium."""
 
 
@@ -57,7 +57,7 @@ def _stored(event: BlockStored) -> pb.KvBlocksStored:
             block_size=size,
             lora_id=lora_id,
             cache_level=level,
-            extra_keys=[pb.KvBlockExtraKey(text=key) for key in (event.extra_keys[at] if event.extra_keys else None) or ()],
+            extra_keys=[_extra_key(key) for key in (event.extra_keys[at] if event.extra_keys else None) or ()],
         )
         for at, digest in enumerate(event.block_hashes)
     ]
@@ -70,6 +70,12 @@ def _stored(event: BlockStored) -> pb.KvBlocksStored:
         kv_cache_spec_kind=_FULL_ATTENTION,
         lora_name=lora_name,
     )
+
+
+def _extra_key(key: str | tuple[str, int]) -> pb.KvBlockExtraKey:
+    if isinstance(key, str):
+        return pb.KvBlockExtraKey(text=key)
+    return pb.KvBlockExtraKey(multimodal=pb.KvMultimodalKey(identifier=key[0], offset=key[1]))
 
 
 def load_only(sequence: int, timestamp_s: float, rank: int, load: pb.EngineLoad) -> pb.KvEventBatch:

@@ -359,3 +359,11 @@ def _chaos(seed: int, policy: str, overlap: bool, page_size: int, radix: bool, l
     memory = engine.scheduler.memory
     assert memory.available_tokens + memory.evictable_tokens == memory.capacity
     return repr(steps)
+
+
+def test_reports_count_the_routing_keys_that_run() -> None:
+    engine = make_engine()
+    keys = ["a", "b", "a", None]
+    engine.submit([request(f"r{at}", 8, 60, routing_key=key) for at, key in enumerate(keys)], 0)
+    told = [one.extra["num_unique_running_routing_keys"] for one in stats(run(engine))]
+    assert max(told) == 2 and told[-1] == 0

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from windtunnel.core.outputs import FinishReason, StepOutput
 from windtunnel.core.pacing import RequestPacing, StepPacing
-from windtunnel.core.request import EngineRequest
+from windtunnel.core.request import EngineRequest, Repetition
 from windtunnel.core.sources import SequenceSource
 from windtunnel.core.vllm import VllmEngine, VllmEngineConfig
 from windtunnel.core.vllm.runs import RunVllmEngine, TokenRun
@@ -96,7 +96,14 @@ def request(number: int, draws: Random) -> EngineRequest:
     prompt = tuple(draws.choice([1, 2, 3]) for _ in range(draws.choice([1, 3, 4, 8, 9, 17, 30])))
     answer = SequenceSource([draws.randint(8, 30) for _ in range(draws.randint(1, 40))], ignore_eos=draws.random() < 0.5)
     return EngineRequest(
-        f"r{number}", prompt, answer, draws.randint(1, 40), 0, priority=draws.randint(0, 3), stop_token_ids=frozenset({9})
+        f"r{number}",
+        prompt,
+        answer,
+        draws.randint(1, 40),
+        0,
+        priority=draws.randint(0, 3),
+        stop_token_ids=frozenset({9}),
+        repetition=draws.choice([None, None, Repetition(1, 3, 2)]),
     )
 
 

@@ -111,6 +111,37 @@ def test_what_an_aborted_request_has_generated_is_counted() -> None:
     assert value(made, "num_requests_total", TOKENIZER | {"is_streaming": "False"}) == 1
 
 
+def test_retracted_tokens_move_with_the_report() -> None:
+    made = metrics()
+    submit(made)
+    retracted = Transition(S, "r", Event.PREEMPT, State.DECODE, State.PREEMPTED, {"output_tokens": 5})
+    made.on_step(0, StepOutput(S, [], [retracted]), S)
+    assert value(made, "num_retracted_output_tokens_total", SCHEDULER) == 0
+    made.on_step(0, report(num_unique_running_routing_keys=2), 2 * S)
+    made.on_step(0, report(), 3 * S)
+    assert value(made, "num_retracted_input_tokens_total", SCHEDULER) == 3
+    assert value(made, "num_retracted_output_tokens_total", SCHEDULER) == 5
+    assert value(made, "num_unique_running_routing_keys", SCHEDULER) == 2
+
+
+def test_token_histograms_when_asked_for() -> None:
+    assert "tokens_histogram" not in metrics().store.text().decode()
+    made = metrics(token_histograms=True)
+    submit(made)
+    made.on_step(0, output(S, 7, 8, cached=2), S)
+    made.on_finished("r", FinishReason.STOP, S)
+    sums = {
+        name: value(made, f"{name}_tokens_histogram_sum", TOKENIZER) for name in ("prompt", "uncached_prompt", "generation")
+    }
+    assert sums == {"prompt": 3, "uncached_prompt": 1, "generation": 2}
+    bounds = [float(dict(labels)["le"]) for labels in samples(made, "prompt_tokens_histogram_bucket")]
+    assert bounds[:8] == [100, 300, 500, 700, 1000, 1500, 2000, 3000]
+    assert bounds[14:] == [
+        *(10_000, 12_500, 15_000, 17_500, 20_000, 22_500, 25_000, 27_500, 30_000, 35_000, 40_000, 60_000, 80_000, 100_000),
+        *(200_000, 300_000, 400_000, 600_000, 800_000, 1_000_000, 1_100_000, float("inf")),
+    ]
+
+
 def test_stages_and_queue_time_come_from_transitions() -> None:
     made = metrics()
     submit(made)

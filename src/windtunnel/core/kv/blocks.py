@@ -19,8 +19,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 
-from windtunnel.core.kv.hashing import ExtraKey
-from windtunnel.core.kv.tiers import HostTier
+from windtunnel.core.kv.hashing import ShownKeys
+from windtunnel.core.kv.tiers import DISK, HOST, Tier
 from windtunnel.core.outputs import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 
 NULL_BLOCK = 0
@@ -30,7 +30,10 @@ _LOOKUP_AT_ONCE = 256
 class BlockPool:
     """Owns all blocks of one engine. Callers hold block ids and give each back once."""
 
-    def __init__(self, num_blocks: int, block_size: int, *, collect_events: bool = False, host_blocks: int = 0) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, *, collect_events: bool = False, host_blocks: int = 0, disk_blocks: int = 0
+    ) -> None:
+        """`disk_blocks` stand behind `host_blocks`."""
         if num_blocks < 2:
             raise ValueError(f"num_blocks is {num_blocks}: must be at least 2 (block 0 is the null block)")
         self.num_blocks = num_blocks
@@ -42,7 +45,9 @@ class BlockPool:
         self.generations: dict[int, int] = {}
         """For each block somebody watches (`watch`): how often it has been handed out since."""
         self._events: list[KvEvent] = []
-        self.tier = HostTier(host_blocks, block_size, self._events if collect_events else None) if host_blocks else None
+        told = self._events if collect_events else None
+        disk = Tier(DISK, disk_blocks, block_size, told) if disk_blocks else None
+        self.tier = Tier(HOST, host_blocks, block_size, told, disk) if host_blocks else None
         self._refs = [0] * num_blocks
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._cached: dict[bytes, int] = {}
@@ -80,7 +85,7 @@ class BlockPool:
         return found
 
     def lookup_tiers(self, hashes: Sequence[bytes], limit: int) -> list[int]:
-        """The longest prefix of which each block is here or in the host tier: the null block stands for those in the tier."""
+        """The longest prefix of which each block is here or in a tier: the null block stands for those in a tier."""
         found = self.lookup(hashes, limit)
         tier = self.tier
         while tier is not None and len(found) < min(limit, len(hashes)):
@@ -182,7 +187,7 @@ class BlockPool:
         parent: bytes | None,
         token_ids: tuple[int, ...],
         lora: tuple[int, str] | None,
-        extra_keys: tuple[ExtraKey | None, ...],
+        extra_keys: tuple[ShownKeys | None, ...],
     ) -> None:
         """Publish BlockStored: consecutive blocks of one sequence, just entered or (`kv_cache_report_mode = full`) hit."""
         if self.collects_events:

@@ -15,7 +15,8 @@ import xxhash
 
 from windtunnel.core.request import EngineRequest
 
-ExtraKey = tuple[str, ...]
+ExtraKey = tuple[str | int, ...]
+ShownKeys = tuple[str | tuple[str, int], ...]
 Digest = Callable[[Any], bytes]
 
 DEFAULT_SEED = "vllm-none-hash"
@@ -69,7 +70,7 @@ class BlockHasher:
         parent = hashes[-1] if hashes else self.none_hash
         at = 0
         while len(hashes) < blocks:
-            extra = keys.rest if hashes else keys.first
+            extra = keys.of(len(hashes), size) if keys.media else keys.rest if hashes else keys.first
             parent = digest((parent, tuple(token_ids[at : at + size]), extra))
             hashes.append(parent)
             at += size
@@ -91,25 +92,40 @@ class BlockHasher:
 
 
 class ExtraKeys:
-    """What tells equal tokens apart: the adapter in every block, the salt in the first one."""
+    """What tells equal tokens apart: the adapter in every block, media where they stand, the salt in the first block."""
 
-    __slots__ = ("first", "rest", "shown_first", "shown_rest")
+    __slots__ = ("_lora", "_salt", "first", "media", "rest")
 
     def __init__(self, request: EngineRequest) -> None:
         # Pickle writes a string object that it meets twice as a reference; vLLM's name and path are always two objects.
-        lora: tuple[ExtraKey, ...] = () if request.lora is None else (("lora", request.lora.name, _copy(request.lora.path)),)
-        salt: tuple[ExtraKey, ...] = (("cache_salt", request.cache_salt),) if request.cache_salt else ()
-        self.rest = lora or None
-        self.first = (lora + salt) or None
-        self.shown_rest = tuple(key[1] for key in lora) or None
-        """As events show them: names without tags (golden `kv_events.json`)."""
-        self.shown_first = tuple(key[1] for key in lora + salt) or None
+        lora = request.lora
+        self._lora: tuple[ExtraKey, ...] = () if lora is None else (("lora", lora.name, _copy(lora.path)),)
+        self._salt: tuple[ExtraKey, ...] = (("cache_salt", request.cache_salt),) if request.cache_salt else ()
+        self.media = request.media
+        self.rest = self._lora or None
+        """Of every block but the first, where there are no media."""
+        self.first = (self._lora + self._salt) or None
 
-    def shown(self, first_block: int, blocks: int) -> tuple[ExtraKey | None, ...]:
-        """One entry for each of `blocks` blocks from `first_block` on."""
-        if first_block == 0 and blocks:
-            return (self.shown_first, *[self.shown_rest] * (blocks - 1))
-        return (self.shown_rest,) * blocks
+    def of(self, block: int, size: int) -> tuple[ExtraKey, ...] | None:
+        """Of block `block` of `size` tokens. A medium's key says where in the block it begins (before 0: in an earlier one)."""
+        start = block * size
+        here = [item for item in self.media if item.offset < start + size and item.offset + item.tokens > start]
+        media: tuple[ExtraKey, ...] = tuple(("mm", item.identifier, item.offset - start) for item in here)
+        return (*self._lora, *media, *(self._salt if block == 0 else ())) or None
+
+    def shown(self, first_block: int, blocks: int, size: int) -> tuple[ShownKeys | None, ...]:
+        """As events show them, one entry for each block: names without tags (golden `kv_events.json`), media as pairs."""
+        plain = _shown(self.rest)
+        if not self.media:
+            told = (plain,) * blocks
+            return (_shown(self.first), *told[1:]) if first_block == 0 and blocks else told
+        return tuple(_shown(self.of(block, size)) for block in range(first_block, first_block + blocks))
+
+
+def _shown(keys: tuple[ExtraKey, ...] | None) -> ShownKeys | None:
+    if keys is None:
+        return None
+    return tuple((str(key[1]), int(key[2])) if key[0] == "mm" else str(key[1]) for key in keys)
 
 
 def _copy(text: str) -> str:

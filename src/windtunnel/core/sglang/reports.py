@@ -106,5 +106,6 @@ class Reports:
             "gen_throughput": self._throughput,
             "new_token_ratio": scheduler.ratio.value,
             "num_grammar_queue_reqs": len(scheduler.grammar_waits),
+            "num_unique_running_routing_keys": len({key for one in scheduler.running if (key := one.request.routing_key)}),
             "decode_sum_seq_lens": sum(sequence.num_tokens for sequence in scheduler.running),
         }

@@ -45,6 +45,9 @@ class VllmEngineConfig:
     """Blocks of a host tier behind the pool; 0: none."""
     host_block_ns: int = 0
     """What it costs to bring one block back from there."""
+    disk_blocks: int = 0
+    """Blocks of a disk tier behind the host tier; 0: none."""
+    disk_block_ns: int = 0
     unsafe_pool: bool = False
     """Allow a pool that cannot hold one context: a prompt that never fits then blocks the queue (vLLM #39734)."""
 
@@ -61,6 +64,8 @@ class VllmEngineConfig:
             raise ValueError(
                 f"prefix_caching_hash_algo is {self.prefix_caching_hash_algo!r}: must be one of {', '.join(ALGORITHMS)}"
             )
+        if self.disk_blocks and not self.host_blocks:
+            raise ValueError(f"disk_blocks is {self.disk_blocks}: needs host_blocks, which it stands behind")
         self._check_pool()
 
     def _check_pool(self) -> None:
@@ -90,6 +95,8 @@ _AT_LEAST: Mapping[str, int] = MappingProxyType(
         "max_loras": 0,
         "host_blocks": 0,
         "host_block_ns": 0,
+        "disk_blocks": 0,
+        "disk_block_ns": 0,
     }
 )
 
@@ -104,6 +111,7 @@ LIVE_FIELDS = frozenset(
         "max_num_queued_tokens",
         "max_loras",
         "host_block_ns",
+        "disk_block_ns",
     }
 )
 """What `VllmEngine.reconfigure` may change while requests run."""

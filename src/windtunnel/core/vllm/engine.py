@@ -242,6 +242,7 @@ class VllmEngine:
             waiting_loras=waiting_loras,
             external_queries=step.external_queries,
             external_hits=step.external_hits,
+            disk_hits=step.disk_hits,
         )
 
     # Operator
@@ -335,6 +336,12 @@ class VllmEngine:
         """What the host tier holds; the events with the medium `CPU` give the same set."""
         tier = self._scheduler.pool.tier
         return frozenset() if tier is None else tier.hashes
+
+    @property
+    def disk_hashes(self) -> frozenset[bytes]:
+        """What the disk tier holds; the events with the medium `DISK` give the same set."""
+        tier = self._scheduler.pool.tier
+        return frozenset() if tier is None or tier.behind is None else tier.behind.hashes
 
     def check_integrity(self) -> None:
         scheduler = self._scheduler

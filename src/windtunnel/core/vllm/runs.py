@@ -97,7 +97,7 @@ class RunSequence(VllmSequence):
         count = min(_PLAN, self.output_limit - made - 1)
         if self.watched > made:
             count = min(count, self.watched - made)
-        if count < 1:
+        if count < 1 or self.request.repetition is not None:
             return
         planned = self.request.source.token_ids(made, count)
         if not self.stops.isdisjoint(planned):
@@ -398,7 +398,7 @@ class QuickHasher(BlockHasher):
     def extend(self, hashes: list[bytes], token_ids: Sequence[int], keys: ExtraKeys, blocks: int) -> None:
         size, at = self.block_size, 0
         while len(hashes) < blocks:
-            parent, extra = (hashes[-1], keys.rest) if hashes else (b"", keys.first)
+            parent, extra = hashes[-1] if hashes else b"", keys.of(len(hashes), size)
             digest = hash((parent, tuple(token_ids[at : at + size]), extra or ()))
             hashes.append(digest.to_bytes(8, "little", signed=True))
             at += size

@@ -8,6 +8,7 @@ head is admitted while places and budget last; the first that does not fit ends 
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import count
+from typing import NamedTuple
 
 from windtunnel.core.kv.blocks import NULL_BLOCK, BlockPool
 from windtunnel.core.kv.hashing import BlockHasher
@@ -29,7 +30,11 @@ class VllmScheduler:
         self.pacing = pacing
         self.log = log
         self.pool = BlockPool(
-            config.num_blocks, config.block_size, collect_events=config.collect_kv_events, host_blocks=config.host_blocks
+            config.num_blocks,
+            config.block_size,
+            collect_events=config.collect_kv_events,
+            host_blocks=config.host_blocks,
+            disk_blocks=config.disk_blocks,
         )
         self.hasher = BlockHasher(config.prefix_caching_hash_algo, config.block_size, config.hash_seed)
         self.waiting = WaitingQueue(fcfs_rank if config.policy == "fcfs" else priority_rank)
@@ -291,24 +296,27 @@ class VllmScheduler:
         if not self._fits(sequence, hits, wanted):
             return False
         self.pool.touch(hits)
+        loaded = _NOTHING_LOADED
         if len(hits) == len(prefix):
             sequence.blocks = hits + self.pool.allocate(wanted)
         else:
-            self._bring_back(sequence, prefix, wanted)
+            loaded = self._bring_back(sequence, prefix, wanted)
         self._enter_running(sequence, len(prefix))
         sequence.ready_at_ns = now_ns + self.pacing.first_token_ns(sequence.num_tokens, cached, self.load)
-        self._add_load_time(sequence, len(prefix) - len(hits), step)
-        self._count_admission(sequence, cached, len(prefix) - len(hits), step, now_ns)
+        self._add_load_time(sequence, loaded, step)
+        self._count_admission(sequence, cached, loaded, step, now_ns)
         self._prefill(sequence, tokens, step, now_ns)
         return True
 
-    def _bring_back(self, sequence: VllmSequence, prefix: list[int], wanted: int) -> None:
-        """Give the sequence its blocks, and enter those that the host tier had: the null blocks in `prefix`."""
+    def _bring_back(self, sequence: VllmSequence, prefix: list[int], wanted: int) -> "Loaded":
+        """Give the sequence its blocks, and enter those that the tiers had: the null blocks in `prefix`."""
         places = [at for at, block in enumerate(prefix) if block == NULL_BLOCK]
         tier, hashes = self.pool.tier, sequence.hashes
         assert tier is not None, "a hit in a tier that does not exist"
         # First of all: the allocation may push other blocks into the tier, and these out of it.
-        tier.drop([hashes[at] for at in places])
+        digests = [hashes[at] for at in places]
+        on_disk = tier.count_behind(digests)
+        tier.drop(digests)
         fresh = self.pool.allocate(wanted)
         for at, block in zip(places, fresh, strict=False):
             prefix[at] = block
@@ -317,10 +325,11 @@ class VllmScheduler:
             self.pool.enter(sequence.blocks, hashes, first, stop)
             if self.pool.collects_events:
                 self.report(sequence, first, stop)
+        return Loaded(len(places) - on_disk, on_disk)
 
-    def _add_load_time(self, sequence: VllmSequence, blocks: int, step: Step) -> None:
-        """The step waits for blocks from the host; where each sequence has its own pace, its first token does."""
-        load_ns = blocks * self.config.host_block_ns
+    def _add_load_time(self, sequence: VllmSequence, loaded: "Loaded", step: Step) -> None:
+        """The step waits for blocks from the tiers; where each sequence has its own pace, its first token does."""
+        load_ns = loaded.host * self.config.host_block_ns + loaded.disk * self.config.disk_block_ns
         if self.pacing.lock_step:
             step.load_ns += load_ns
         else:
@@ -355,11 +364,14 @@ class VllmScheduler:
         if sequence.request.lora is not None:
             self._running_loras[sequence.request.lora.lora_id] += 1
 
-    def _count_admission(self, sequence: VllmSequence, cached: int, loaded_blocks: int, step: Step, now_ns: int) -> None:
+    def _count_admission(self, sequence: VllmSequence, cached: int, loaded: "Loaded", step: Step, now_ns: int) -> None:
         """Prefix statistics count the first admission only (vLLM #25787)."""
-        external = loaded_blocks * self.config.block_size
+        size = self.config.block_size
+        external = (loaded.host + loaded.disk) * size
         detail = {"prompt_tokens": sequence.num_tokens, "cached_tokens": cached}
-        self.log.record(sequence, Event.SCHEDULE, now_ns, detail | {"host_tokens": external} if external else detail)
+        if external:
+            detail |= {"host_tokens": loaded.host * size} | ({"disk_tokens": loaded.disk * size} if loaded.disk else {})
+        self.log.record(sequence, Event.SCHEDULE, now_ns, detail)
         if sequence.admitted:
             return
         sequence.admitted = True
@@ -370,6 +382,7 @@ class VllmScheduler:
         if self.pool.tier is not None:
             step.external_queries += sequence.num_tokens - (cached - external)
             step.external_hits += external
+            step.disk_hits += loaded.disk * size
         if sequence.request.report_cached_blocks and cached:
             self.report(sequence, 0, sequence.published)
 
@@ -410,8 +423,18 @@ class VllmScheduler:
             hashes[first - 1] if first else None,
             sequence.token_slice(first * size, stop * size),
             (lora.lora_id, lora.name) if lora else None,
-            sequence.keys.shown(first, stop - first),
+            sequence.keys.shown(first, stop - first, size),
         )
+
+
+class Loaded(NamedTuple):
+    """Blocks brought back from behind the pool."""
+
+    host: int = 0
+    disk: int = 0
+
+
+_NOTHING_LOADED = Loaded()
 
 
 def _lora_names(sequences: Iterable[VllmSequence]) -> tuple[str, ...]:

@@ -145,7 +145,7 @@ class VllmSequence:
         self.block_end = False
 
     def next_token(self, eos_token_id: int | None) -> TokenOutput:
-        """Append the next token and test the stop conditions: EOS, stop token ids, length (reference §5.2)."""
+        """Append the next token and test the stop conditions: EOS, stop token ids, length, repetition (reference §5.2)."""
         made = len(self.output)
         tokens = self.request.source.token_ids(made, 1)
         token, ended = (tokens[0], False) if tokens else (eos_token_id, True)
@@ -160,7 +160,10 @@ class VllmSequence:
             return FinishReason.STOP, None
         if token in self.stops and made >= self.request.min_tokens:
             return FinishReason.STOP, None if token == eos and not self.request.ignore_eos else token
-        return (FinishReason.LENGTH if made >= self.output_limit else None), None
+        if made >= self.output_limit:
+            return FinishReason.LENGTH, None
+        repetition = self.request.repetition
+        return (FinishReason.REPETITION if repetition is not None and repetition.ends(self.output) else None), None
 
     def next_block(self, block_size: int) -> None:
         """The block under way is full and computed: go on with the plan, or make one."""
@@ -178,7 +181,7 @@ class VllmSequence:
         to_boundary = block_size - (tokens - 1) % block_size
         further_blocks = max(0, _PLAN_TOKENS - to_boundary) // block_size
         count = min(to_boundary + further_blocks * block_size, self.output_limit - made - 1)
-        if count < 1:
+        if count < 1 or self.request.repetition is not None:
             return
         planned = self.request.source.token_ids(made, count)
         if not self.stops.isdisjoint(planned):

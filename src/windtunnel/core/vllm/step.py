@@ -11,6 +11,7 @@ class Step:
         "budget",
         "context_tokens",
         "decoding",
+        "disk_hits",
         "end_ns",
         "external_hits",
         "external_queries",
@@ -39,8 +40,9 @@ class Step:
         self.external_queries = 0
         """Prompt tokens not found in the pool, and so looked up in the host tier."""
         self.external_hits = 0
+        self.disk_hits = 0
         self.load_ns = 0
-        """What bringing blocks back from the host tier adds to the step."""
+        """What bringing blocks back from the tiers adds to the step."""
 
     @property
     def prefill_tokens(self) -> int:

@@ -14,7 +14,7 @@ from windtunnel.core.units import S
 from windtunnel.serve.config import ServeConfig, UsageError
 from windtunnel.serve.operations.endpoint import Call, Reply, Row, Simple, get, json_reply
 from windtunnel.serve.seams import Seams
-from windtunnel.serve.sglang.flavour import SglangFlavour
+from windtunnel.serve.sglang.flavour import SglangFlavour, log_batches
 from windtunnel.serve.sglang.http_client import NoAnswer
 from windtunnel.serve.sglang.pd import Disaggregation
 from windtunnel.serve.state import Server
@@ -63,6 +63,7 @@ class DisaggFlavour(SglangFlavour):
         return part.worker
 
     async def start(self, server: Server) -> None:
+        log_batches(server)
         for part, driver in zip(self._parts, server.driver.drivers, strict=True):
             part.attach(driver)
             driver.observe(DisaggObserver(part, server.metrics))

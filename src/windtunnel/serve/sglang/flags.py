@@ -72,6 +72,7 @@ OWN_FLAGS: tuple[Flag, ...] = (
     Flag("disable-radix-cache", "sglang.disable_radix_cache", help="no prefix cache", **_SWITCH),
     Flag("disable-overlap-schedule", "sglang.disable_overlap_schedule", help="results before the next batch", **_SWITCH),
     Flag("decode-log-interval", "sglang.decode_log_interval", _POSITIVE, "decode steps between two reports", live=True),
+    Flag("log-batches", "sglang.log_batches", help='log "Prefill batch, …" and "Decode batch, …" as SGLang does', **_SWITCH),
     Flag(
         "enable-metrics",
         "sglang.enable_metrics",
@@ -84,6 +85,7 @@ OWN_FLAGS: tuple[Flag, ...] = (
         help="scheduler metrics of every tensor-parallel rank",
         **_SWITCH,
     ),
+    Flag("collect-tokens-histogram", "sglang.collect_tokens_histogram", help="histograms of prompts and answers", **_SWITCH),
     Flag("kv-events-config", "kv_events.*", parse_sglang_kv_events, 'where KV events go: {"publisher": "zmq", …}'),
     Flag("enable-cache-report", "sglang.enable_cache_report", help="cached tokens in usage", **_SWITCH),
     Flag(

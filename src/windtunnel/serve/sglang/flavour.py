@@ -19,6 +19,7 @@ from windtunnel.serve.asgi import Endpoint
 from windtunnel.serve.config import ServeConfig
 from windtunnel.serve.operations.endpoint import Row
 from windtunnel.serve.sglang import operations
+from windtunnel.serve.sglang.batch_log import BatchLog
 from windtunnel.serve.sglang.engines import sglang_engine_config
 from windtunnel.serve.sglang.generate import SglangRoute
 from windtunnel.serve.sglang.middleware import SglangHttp, SglangKeys
@@ -43,6 +44,7 @@ class SglangFlavour:
 
     async def start(self, server: Server) -> None:
         """A server without peers."""
+        log_batches(server)
 
     async def stop(self) -> None:
         """Nothing was started."""
@@ -69,6 +71,7 @@ class SglangFlavour:
             tp_ranks=range(settings.tp_size) if settings.enable_metrics_for_all_schedulers else (0,),
             constants=constant_gauges(engine_config),
             renamed=self.renamed,
+            token_histograms=settings.collect_tokens_histogram,
         )
 
     def kv_codec(self, config: ServeConfig) -> SglangEventCodec:
@@ -102,6 +105,11 @@ class SglangFlavour:
         if config.api_keys or config.sglang.admin_api_key is not None:
             app = SglangKeys(app, config.api_keys, config.sglang.admin_api_key, operations.ADMIN_PATHS)
         return CORSMiddleware(app, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"], allow_credentials=True)
+
+
+def log_batches(server: Server) -> None:
+    if server.config.sglang.log_batches:
+        server.driver.observe(BatchLog())
 
 
 def constant_gauges(config: SglangEngineConfig) -> Mapping[str, float]:

@@ -37,6 +37,10 @@ _KV_RELEASE_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30, 60)
 _SPEED_BUCKETS = (0.1, 0.5, 1, 5, 10, 25, 50, 100, 200, 400)
 _LATENCY_MS_BUCKETS = (1, 2, 5, 10, 25, 50, 100, 250, 500, 1000, 2500, 5000)
 _TOTAL_MB_BUCKETS = (1, 5, 10, 50, 100, 500, 1000, 5000, 10000)
+_COUNT_BUCKETS = (
+    100, 300, 500, 700, 1000, 1500, *range(2000, 10_001, 1000), *range(12_500, 30_001, 2500), 35_000, 40_000, 60_000, 80_000,
+    100_000, 200_000, 300_000, 400_000, 600_000, 800_000, 1_000_000, 1_100_000,
+)
 _LOADS_BUCKETS = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1)
 # fmt: on
 
@@ -79,6 +83,7 @@ SCHEDULER_ROWS: tuple[Row, ...] = (
     _gauge("utilization", "Running requests by what is possible; -1 on a prefill worker"),
     _gauge("new_token_ratio", "Share of the possible output that admission reserves"),
     _gauge("decode_sum_seq_lens", "Tokens of all running sequences"),
+    _gauge("num_unique_running_routing_keys", "Routing keys of the running requests"),
     _gauge("max_total_num_tokens", "Size of the KV pool in tokens"),
     _gauge("page_size", "Tokens in a page"),
     _gauge("num_pages", "Pages of the KV pool"),
@@ -86,6 +91,8 @@ SCHEDULER_ROWS: tuple[Row, ...] = (
     _gauge("pending_prealloc_token_usage", "Share of the KV pool that requests wait for"),
     _gauge("prealloc_full_token_usage", "Share of the KV pool held by requests that do not run yet"),
     _counter("num_retracted_requests", "Retractions"),
+    _counter("num_retracted_input_tokens", "Prompt tokens of retracted requests"),
+    _counter("num_retracted_output_tokens", "Tokens that retracted requests had generated"),
     _counter("realtime_tokens", "Tokens by what was done with them", "mode", ("prefill_compute", "prefill_cache", "decode")),
     Row("queue_time_seconds", "histogram", "From queued to scheduled", buckets=QUEUE_BUCKETS),
     Row("per_stage_req_latency_seconds", "histogram", "Time in each stage of a request", ("stage",), STAGE_BUCKETS),
@@ -129,6 +136,13 @@ TOKENIZER_ROWS: tuple[Row, ...] = (
     Row("get_loads_duration_seconds", "histogram", "Duration of /v1/loads", (), _LOADS_BUCKETS),
 )
 
+TOKEN_HISTOGRAM_ROWS: tuple[Row, ...] = (
+    Row("prompt_tokens_histogram", "histogram", "Prompt tokens of a request", (), _COUNT_BUCKETS),
+    Row("uncached_prompt_tokens_histogram", "histogram", "Those that came from no cache", (), _COUNT_BUCKETS),
+    Row("generation_tokens_histogram", "histogram", "Generated tokens of a request", (), _COUNT_BUCKETS),
+)
+"""With `--collect-tokens-histogram`."""
+
 HTTP_ROWS: tuple[Row, ...] = (
     _counter("http_requests", "Requests by endpoint and method"),
     _counter("http_responses", "Responses by endpoint, status and method"),
@@ -165,6 +179,7 @@ class SglangMetrics:
         tp_ranks: Sequence[int] = (0,),
         constants: Mapping[str, float] | None = None,
         renamed: Mapping[str, str] | None = None,
+        token_histograms: bool = False,
     ) -> None:
         """`constants`: gauges that never move. `renamed`: gauge names of an older release, by their present ones."""
         self.store = Store(clock_s)
@@ -178,7 +193,10 @@ class SglangMetrics:
         self._live: dict[str, _Life] = {}
         self._reported: list[Mapping[str, float]] = [{} for _ in range(ranks)]
         self._add_scheduler(engine_type)
-        for row in TOKENIZER_ROWS:
+        self._retracted = [(0, 0)] * ranks
+        """(Prompt tokens, generated tokens) of retracted requests since the last report."""
+        self._histograms = token_histograms
+        for row in (*TOKENIZER_ROWS, *(TOKEN_HISTOGRAM_ROWS if token_histograms else ())):
             self._add(row, (*TOKENIZER_LABELS, *row.labels), [self._tokenizer])
         self._http = {row.name: self._add(row, _HTTP_LABELS.get(row.name, ("endpoint", "method")), []) for row in HTTP_ROWS}
         for rank in range(ranks):
@@ -250,6 +268,9 @@ class SglangMetrics:
         for mode, tokens in moved.items():
             self.count(rank, "realtime_tokens", tokens, mode)
         self.count(rank, "num_retracted_requests", stats.preemptions)
+        for kind, tokens in zip(("input", "output"), self._retracted[rank], strict=True):
+            self.count(rank, f"num_retracted_{kind}_tokens", tokens)
+        self._retracted[rank] = (0, 0)
 
     def _fold(self, life: _Life, transition: Transition) -> None:
         """Queue time and the stages of a prefill."""
@@ -259,6 +280,10 @@ class SglangMetrics:
             self.observe(life.rank, "per_stage_req_latency_seconds", spent_s, "prefill_waiting")
         elif transition.event is Event.FIRST_TOKEN:
             self.observe(life.rank, "per_stage_req_latency_seconds", spent_s, "prefill_forward")
+        elif transition.event is Event.PREEMPT:
+            prompt, made = self._retracted[life.rank]
+            made += int((transition.detail or {}).get("output_tokens", 0))
+            self._retracted[life.rank] = (prompt + life.prompt_tokens, made)
         life.stage_ns = transition.at_ns
 
     # The tokenizer manager
@@ -295,6 +320,10 @@ class SglangMetrics:
         self._tokenizer_child("cached_tokens", "device").inc(life.cached)
         self._tokenizer_child("num_requests", life.streaming).inc()
         self._tokenizer_child("e2e_request_latency_seconds", life.streaming).observe(took_s)
+        if self._histograms:
+            self._tokenizer_child("prompt_tokens_histogram").observe(life.prompt_tokens)
+            self._tokenizer_child("uncached_prompt_tokens_histogram").observe(life.prompt_tokens - life.cached)
+            self._tokenizer_child("generation_tokens_histogram").observe(life.generated)
         if life.generated:
             self._tokenizer_child("request_time_per_output_token_seconds", life.streaming).observe(took_s / life.generated)
 

@@ -278,8 +278,11 @@ def render_text(messages: Sequence[Any], request: Any, env: ServerEnv) -> tuple[
         raise WireError("Cannot apply the chat template to an empty conversation; send at least one message")
     try:
         conversation = messages_in.for_template(messages)
+        media = messages_in.media_of(messages)
     except ValidationError as error:
         raise WireError(str(error)) from None
+    if media and not env.media_tokens:
+        raise WireError("An image, audio or video part is not possible: this model takes text only")
     return conversation, _template_text(conversation, request, env)
 
 
@@ -291,6 +294,11 @@ def render(messages: Sequence[Any], request: Any, env: ServerEnv) -> tuple[list[
         return conversation, prompts.from_token_ids(given, env)
     keep, side = getattr(request, "truncate_prompt_tokens", None), getattr(request, "truncation_side", None)
     special = getattr(request, "add_special_tokens", False)
+    media = messages_in.media_of(messages)
+    if media:
+        if keep is not None:
+            raise WireError("truncate_prompt_tokens is not possible in a chat with images, audio or video")
+        return conversation, prompts.with_media(text, messages_in.MEDIA_MARK, media, env, add_special_tokens=special)
     return conversation, prompts.from_text(text, env, add_special_tokens=special, keep=keep, side=side)
 
 

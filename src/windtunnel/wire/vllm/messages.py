@@ -314,7 +314,7 @@ def _parts(block: ContentBlock) -> list[dict[str, Any]]:
     if block.type == "text":
         return [{"type": "text", "text": block.text or ""}]
     if block.type == "image":
-        return [{"type": "image_url", "image_url": {"url": ""}}]
+        return [{"type": "image_url", "image_url": {"url": json.dumps(block.source, sort_keys=True)}}]
     return []
 
 

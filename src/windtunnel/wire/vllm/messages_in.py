@@ -5,6 +5,7 @@ Class names are vLLM's and OpenAI's, because the validation lines name them.
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from hashlib import blake2b
 from typing import Any, Literal, Required
 
 from pydantic import BaseModel, ConfigDict, Field, with_config
@@ -272,12 +273,36 @@ class ChatCompletionNamedToolChoiceParam(OpenModel):
     type: Literal["function"] = "function"
 
 
-def for_template(messages: Sequence[Any]) -> list[dict[str, Any]]:
-    """What a chat template sees: text parts joined by line breaks, tool arguments as objects.
+MEDIA_MARK = "\U000ffffd"
+"""Stands in the conversation for each medium: a character of a private plane, which texts do not have."""
+_MEDIA_PARTS = ("image_url", "input_audio", "audio_url", "video_url")
+_IDENTIFIER_BYTES = 32
 
-    Raises WireError for parts that a text model cannot take.
+
+def for_template(messages: Sequence[Any]) -> list[dict[str, Any]]:
+    """What a chat template sees: text parts joined by line breaks, tool arguments as objects, a mark for each medium.
+
+    Raises WireError for parts that no chat can take.
     """
     return [_one(message) for message in messages]
+
+
+def media_of(messages: Sequence[Any]) -> list[str]:
+    """The identifiers of all media, in order: the `uuid` of the part, or a hash of its URL or data."""
+    parts = [part for message in messages for part in _parts(message) if isinstance(part, Mapping)]
+    return [_identifier(part, kind) for part in parts for kind in _MEDIA_PARTS if kind in part]
+
+
+def _parts(message: Any) -> Iterable[Any]:
+    content = None if isinstance(message, Message) else message.get("content")
+    return () if content is None or isinstance(content, str) else content
+
+
+def _identifier(part: Mapping[str, Any], kind: str) -> str:
+    if part.get("uuid"):
+        return str(part["uuid"])
+    content = json.dumps(part[kind], sort_keys=True).encode()
+    return blake2b(content, digest_size=_IDENTIFIER_BYTES).hexdigest()
 
 
 _PASSED_ON = {"name": "name", "tool_call_id": "tool_call_id", "reasoning_content": "reasoning", "reasoning": "reasoning"}
@@ -312,6 +337,8 @@ def _part_text(part: Any) -> str:
     for key in ("text", "refusal", "thinking"):
         if key in part:
             return str(part[key])
+    if any(kind in part for kind in _MEDIA_PARTS):
+        return MEDIA_MARK
     raise WireError(f"A part of type {part.get('type')!r} is not possible: this model takes text only")
 
 

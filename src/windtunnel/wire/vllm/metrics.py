@@ -199,6 +199,10 @@ class PromptGroup:
     longest: int = 0
 
 
+_EXTERNAL = ("host_tokens", "disk_tokens", "external_tokens")
+"""Members of the SCHEDULE transition's detail: prompt tokens that were not computed here and not in the pool."""
+
+
 @dataclass(slots=True)
 class RequestTimings:
     """What one live sequence has shown so far; owned by `VllmMetrics`. Engine times, except `arrival_ns` (front end)."""
@@ -214,7 +218,7 @@ class RequestTimings:
     last_token_ns: int = 0
     cached_tokens: int = 0
     external_tokens: int = 0
-    """Of the cached ones: from a host tier, or through a KV connector."""
+    """Of the cached ones: from a tier behind the pool, or through a KV connector."""
     generated: int = 0
     preemptions: int = 0
     unreported_preemptions: int = 0
@@ -227,7 +231,7 @@ class RequestTimings:
             case Event.SCHEDULE if self.scheduled_ns is None:
                 self.scheduled_ns = transition.at_ns
                 detail = transition.detail or {}
-                self.external_tokens = int(detail.get("host_tokens", detail.get("external_tokens", 0)))
+                self.external_tokens = sum(int(detail.get(name, 0)) for name in _EXTERNAL)
             case Event.PREEMPT:
                 self.preemptions += 1
                 self.unreported_preemptions += 1
@@ -403,7 +407,8 @@ class VllmMetrics:
         value["prefix_cache_hits"].value += stats.prefix_hits
         value["external_prefix_cache_queries"].value += stats.external_queries
         value["external_prefix_cache_hits"].value += stats.external_hits
-        enum["prompt_tokens_cached_by_source", self._external_source].value += stats.external_hits
+        enum["prompt_tokens_cached_by_source", self._external_source].value += stats.external_hits - stats.disk_hits
+        enum["prompt_tokens_cached_by_source", "disk"].value += stats.disk_hits
         enum["prompt_tokens_cached_by_source", "device"].value += stats.prefix_hits
         if self._lora is not None:
             adapters = ",".join(stats.waiting_loras), ",".join(stats.running_loras)

@@ -1,7 +1,9 @@
 """From prompt text or token ids to `PromptPlan`s, with the context-length checks (vLLM reference §2.6)."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+from windtunnel.core.request import MediaItem
 from windtunnel.wire.env import ServerEnv
 from windtunnel.wire.family import PromptPlan, WireError
 from windtunnel.wire.http import parameter_error
@@ -19,6 +21,24 @@ def from_text(
         raise _too_many_characters(len(text), env)
     token_ids = env.tokenizer.encode(text, add_special_tokens=add_special_tokens)
     return _checked(_truncated(token_ids, env, keep, side), text, env, exact=False)
+
+
+def with_media(text: str, mark: str, media: Sequence[str], env: ServerEnv, *, add_special_tokens: bool) -> PromptPlan:
+    """Tokenise a text in which each `mark` stands for the next of `media`, which takes `env.media_tokens` placeholder tokens.
+
+    The placeholder is the last id of the vocabulary.
+    """
+    check_encodable(text)
+    pieces = text.split(mark)
+    if len(pieces) != len(media) + 1:
+        raise WireError(f"The prompt has {len(pieces) - 1} places for {len(media)} images, sounds or films")
+    token_ids = list(env.tokenizer.encode(pieces[0], add_special_tokens=add_special_tokens))
+    items = []
+    for identifier, piece in zip(media, pieces[1:], strict=True):
+        items.append(MediaItem(identifier, len(token_ids), env.media_tokens))
+        token_ids += [env.vocabulary - 1] * env.media_tokens
+        token_ids += env.tokenizer.encode(piece, add_special_tokens=False)
+    return replace(_checked(token_ids, "".join(pieces), env, exact=False), media=tuple(items))
 
 
 def from_token_ids(token_ids: Sequence[int], env: ServerEnv, *, keep: int | None = None, side: str | None = None) -> PromptPlan:

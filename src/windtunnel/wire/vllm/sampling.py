@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from windtunnel.core.request import Repetition
 from windtunnel.wire.env import ServerEnv
 from windtunnel.wire.family import SamplingPlan, WireError
 from windtunnel.wire.http import parameter_error
@@ -52,6 +53,7 @@ class Sampling:
     skip_special_tokens: bool = True
     thinking_token_budget: int | None = None
     beam: bool = False
+    repetition: Repetition | None = None
 
     @property
     def greedy(self) -> bool:
@@ -79,8 +81,25 @@ def from_request(
         skip_special_tokens=request.skip_special_tokens is not False,
         thinking_token_budget=request.thinking_token_budget,
         beam=request.use_beam_search,
+        repetition=_repetition(request),
         **{name: _defaulted(request, env, name) for name in _NEUTRAL},
     )
+
+
+def _repetition(request: Any) -> Repetition | None:
+    """`repetition_detection`; sizes of 0 switch it off. Raises the 400 for values that mean nothing."""
+    asked = getattr(request, "repetition_detection", None)
+    if asked is None or not asked.max_pattern_size:
+        return None
+    shortest = max(1, asked.min_pattern_size)
+    if not 0 <= asked.min_pattern_size <= asked.max_pattern_size:
+        raise WireError("repetition_detection needs 0 <= min_pattern_size <= max_pattern_size.")
+    if asked.min_count < _LEAST_COPIES:
+        raise WireError(f"repetition_detection: min_count must be at least {_LEAST_COPIES}, got {asked.min_count}.")
+    return Repetition(shortest, asked.max_pattern_size, asked.min_count)
+
+
+_LEAST_COPIES = 2
 
 
 def _defaulted(request: Any, env: ServerEnv, name: str) -> Any:
@@ -104,6 +123,7 @@ def plan(sampling: Sampling, env: ServerEnv) -> SamplingPlan:
         prompt_logprobs=sampling.prompt_logprobs,
         seed=sampling.seed,
         temperature=sampling.temperature,
+        repetition=sampling.repetition,
     )
 
 
