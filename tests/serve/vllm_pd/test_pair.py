@@ -19,9 +19,9 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/responses": {"model": MODEL, "input": PROMPT, "max_output_tokens": 12},
 }
 FAST: dict[str, Any] = {"pacing__time_scale": 100.0}
-"""A lease of 0.3 s."""
-FASTER: dict[str, Any] = {"pacing__time_scale": 20.0}
-"""A lease of 1.5 s, and a heartbeat every quarter of a second."""
+"""A lease of 0.3 s, for tests in which it runs out anyway."""
+UNHURRIED: dict[str, Any] = {"pacing__time_scale": 10.0}
+"""A lease of 3 s, for tests in which it must not run out by itself on a busy machine."""
 
 
 def _text(path: str, answer: dict[str, Any]) -> str:
@@ -102,7 +102,7 @@ async def test_leaving_during_the_prefill(stream: bool) -> None:
 
 
 async def test_leaving_after_the_prefill_leaves_its_blocks_for_the_lease() -> None:
-    async with pair(FAST) as pd:
+    async with pair(UNHURRIED) as pd:
         await pd.prefilled()
         assert (holds(pd.p), pd.p.gauge("vllm:num_requests_running")) == (1, 0)
         await pd.until_idle()
@@ -127,7 +127,7 @@ async def test_leaving_before_the_decode_is_scheduled_tells_the_prefill(stream: 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_leaving_while_the_decode_reads_frees_both_when_the_read_has_ended(stream: bool) -> None:
     """The blocks of the decode wait for the transport (vLLM #32255), and the prefill for the decode."""
-    async with pair(FASTER, d={"kv_transfer__transfer_latency_ns": 10 * S}) as pd:
+    async with pair(UNHURRIED, d={"kv_transfer__transfer_latency_ns": 5 * S}) as pd:
         client = await pd.decoding(await pd.prefilled(), stream=stream)
         await until(lambda: engine_of(pd.d).outstanding()["loads"])
         client.leave("rst")
@@ -148,7 +148,7 @@ async def test_leaving_while_the_decode_generates(stream: bool) -> None:
 
 
 async def test_a_slow_read_keeps_its_lease_by_heartbeats() -> None:
-    async with pair(FASTER, d={"kv_transfer__transfer_latency_ns": 60 * S}) as pd:
+    async with pair(UNHURRIED, d={"kv_transfer__transfer_latency_ns": 40 * S}) as pd:
         answer = await pd.post("/v1/completions", COMPLETION)
         assert answer.status_code == 200
         await pd.until_idle()
@@ -286,7 +286,7 @@ async def test_a_late_read_answers_200_with_somebody_elses_words() -> None:
 
 async def test_n_choices_read_once_and_leave_the_other_holds_to_the_lease() -> None:
     """vLLM #43509: n prefills hold, and all n decodes tell the one that the router has named."""
-    async with pair(FAST) as pd:
+    async with pair(UNHURRIED) as pd:
         answer = await pd.post("/v1/completions", COMPLETION | {"n": 3})
         assert len(answer.json()["choices"]) == 3
         await pd.until_idle()
@@ -306,7 +306,7 @@ async def test_push(stream: bool) -> None:
 
 async def test_leaving_during_a_push() -> None:
     push = {"kv_transfer__kv_connector": "NixlPushConnector"}
-    async with pair(FAST | push, p={"kv_transfer__transfer_latency_ns": 60 * S}) as pd:
+    async with pair(UNHURRIED | push, p={"kv_transfer__transfer_latency_ns": 5 * S}) as pd:
         client = await pd.decoding(await pd.prefilled())
         await until(lambda: pd.d.states() and engine_of(pd.d).outstanding()["loads"])
         client.leave("fin")
@@ -334,7 +334,7 @@ async def test_each_rank_has_a_side_channel_and_an_engine_of_its_own() -> None:
 async def test_the_gap_between_the_legs_and_its_cure() -> None:
     """A client that leaves there: the blocks stay for the whole lease, unless the decode is sent all the same (bug 92)."""
     for cure, wanted in ((False, {"kv_expired_reqs": 1}), (True, {})):
-        async with pair(FAST, between_legs_s=0.02, decode_after_departure=cure) as pd:
+        async with pair(UNHURRIED, between_legs_s=0.02, decode_after_departure=cure) as pd:
             asking = asyncio.ensure_future(pd.post("/v1/completions", COMPLETION))
             await until(lambda: holds(pd.p) == 1)
             asking.cancel()

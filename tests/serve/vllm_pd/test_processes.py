@@ -98,8 +98,8 @@ async def test_a_killed_prefill_may_be_computed_again() -> None:
 
 
 async def test_a_killed_decode_leaves_the_prefill_to_its_lease() -> None:
-    """No more heartbeats: the lease of 30 s is 1.5 s here."""
-    async with running(everybody=["--time-scale", "20"], decode=["--transfer-latency", "600s"]) as pd:
+    """No more heartbeats: the lease of 30 s is 3 s here."""
+    async with running(everybody=["--time-scale", "10"], decode=["--transfer-latency", "600s"]) as pd:
         asking = asyncio.ensure_future(pd.client.post(f"{pd.up.url}/v1/completions", json=BODY))
 
         async def reading() -> bool:
