@@ -9,6 +9,7 @@ import asyncio
 import json
 import os
 import re
+import ssl
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -75,8 +76,8 @@ class FakeServer:
         """Whether this defect is on and somebody has left already."""
         return defect in self.defects and self.left > 0
 
-    async def start(self, port: int = 0) -> int:
-        self._server = await asyncio.start_server(self.serve, "127.0.0.1", port)
+    async def start(self, port: int = 0, tls: ssl.SSLContext | None = None) -> int:
+        self._server = await asyncio.start_server(self.serve, "127.0.0.1", port, ssl=tls)
         return int(self._server.sockets[0].getsockname()[1])
 
     async def stop(self) -> None:
@@ -119,7 +120,7 @@ class FakeServer:
         elif path == "/abort_requests":
             self.aborted |= set(json.loads(body)["request_ids"])
             await answer(writer, 200, "{}")
-        elif path.startswith("/debug/"):
+        elif path.startswith(("/debug/", "/version")):
             await answer(writer, 404, "{}")
         elif path in plain:
             status = 500 if path == "/metrics" and self.harms("bystander-500") else 200

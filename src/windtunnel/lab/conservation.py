@@ -120,7 +120,7 @@ def _aborted(result: StormResult, settled: Sample) -> list[str]:
     saw = sum(
         stream.ask.n for stream in _since_baseline(result) if stream.end is not End.LEFT and stream.finish_reason == "abort"
     )
-    most = _count(result, End.LEFT, End.TIMEOUT, End.CUT) + saw
+    most = _count(result, End.LEFT, End.TIMEOUT, End.CUT, End.CLIENT_DIED) + saw
     if counted is not None and counted > most:
         return [f"{counted:g} requests were counted as aborted, but only {most} were"]
     return []

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from windtunnel.core.pacing import Draws, Duration, Pacing, RequestPacing, StepPacing
 from windtunnel.core.physics import GPUS, MODELS, PhysicsPacing
-from windtunnel.core.profile import ProfilePacing
+from windtunnel.core.profile import ProfilePacing, at_speed
 from windtunnel.core.tokenizer import Tokenizer
 from windtunnel.core.vllm.config import VllmEngineConfig
 from windtunnel.serve.config import PacingConfig, ServeConfig
@@ -59,7 +59,7 @@ def with_hash_seed(config: ServeConfig) -> ServeConfig:
 
 def make_pacing(config: PacingConfig, draws: Draws) -> Pacing:
     if config.profile is not None:
-        return ProfilePacing(config.profile, draws, config.time_scale)
+        return ProfilePacing(at_speed(config.profile, config.time_scale), draws)
     if config.gpu is not None:
         return PhysicsPacing(GPUS[config.gpu], MODELS[config.gpu_model], config.tensor_parallel, config.time_scale)
     if config.model == "step":
@@ -77,11 +77,6 @@ def make_pacing(config: PacingConfig, draws: Draws) -> Pacing:
         prefill_token_ns=config.prefill_token_ns,
         time_scale=1 / config.time_scale,
     )
-
-
-def arrival_delay_ns(pacing: Pacing, prompt_tokens: int) -> int:
-    """What a profile's front end spends on a request before the engine may run it."""
-    return pacing.request_ns(prompt_tokens) if isinstance(pacing, ProfilePacing) else 0
 
 
 def make_metrics(config: ServeConfig, engine: VllmEngineConfig) -> VllmMetrics:

@@ -102,6 +102,14 @@ class VllmEngine:
         self._scheduler.add(sequence, now_ns)
         self._publish_due = True
 
+    def release(self, request_ids: Sequence[str], now_ns: int) -> None:
+        """See `Engine.release`; under fcfs they queue in the order of their release."""
+        self._wake(now_ns)
+        for request_id in request_ids:
+            if request_id in self._live:
+                self._scheduler.release(self._live[request_id], self._arrivals, now_ns)
+                self._arrivals += 1
+
     def abort(self, request_ids: Sequence[str], now_ns: int, *, notify: bool = False) -> int:
         """End these; see `Engine.abort`. Under asynchronous scheduling a running one keeps its blocks for one step more."""
         self._wake(now_ns)
@@ -137,6 +145,11 @@ class VllmEngine:
             self._prefill_prompt_tokens -= sequence.prompt_len
 
     # Time
+
+    def delay_step(self, by_ns: int) -> None:
+        """See `Engine.delay_step`."""
+        if self._step is not None:
+            self._step.end_ns += by_ns
 
     def _wake(self, now_ns: int) -> None:
         if self._step is None:

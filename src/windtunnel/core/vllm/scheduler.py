@@ -15,6 +15,7 @@ from windtunnel.core.kv.hashing import BlockHasher
 from windtunnel.core.kv.tiers import runs_of
 from windtunnel.core.lifecycle import Event, State
 from windtunnel.core.pacing import Pacing
+from windtunnel.core.request import UNTIL_RELEASED
 from windtunnel.core.transitions import TransitionLog
 from windtunnel.core.vllm.config import VllmEngineConfig
 from windtunnel.core.vllm.queues import DeferredSet, ReadyTimes, WaitingQueue, fcfs_rank, priority_rank
@@ -90,10 +91,20 @@ class VllmScheduler:
     def add(self, sequence: VllmSequence, now_ns: int) -> None:
         """Queue a new sequence, or set it aside while it cannot run."""
         until_ns = sequence.request.deferred_until_ns
-        if until_ns > now_ns:
+        if until_ns == UNTIL_RELEASED:
+            self.log.record(sequence, Event.DEFER, now_ns, {"reason": "front_end"})
+            self.deferred.hold(sequence)
+        elif until_ns > now_ns:
             self.log.record(sequence, Event.DEFER, now_ns, {"reason": "not_before", "until_ns": until_ns})
             self.deferred.add_until(sequence, until_ns)
         else:
+            self._enqueue(sequence)
+
+    def release(self, sequence: VllmSequence, arrived: int, now_ns: int) -> None:
+        """Queue a held sequence as the `arrived`th; no other one notices."""
+        if self.deferred.take_held(sequence):
+            sequence.arrived = arrived
+            self.log.record(sequence, Event.RESUME, now_ns)
             self._enqueue(sequence)
 
     def remove(self, sequence: VllmSequence) -> None:
