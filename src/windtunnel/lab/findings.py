@@ -124,7 +124,10 @@ def _shorten(evidence: list[str]) -> tuple[str, ...]:
 
 
 def _bystander_error(result: StormResult) -> Iterator[str]:
+    hanging = {stream.ask.tag for stream in result.streams if hung(stream)}  # for `_wedged` to judge
     for one in result.bystanders:
+        if one.tag in hanging or (one.status is None and starved(result.lags, one.sent_ns, one.ended_ns)):
+            continue
         if one.status != one.expect_status or (one.error and not one.fault):
             got = "no status" if one.status is None else f"status {one.status}"
             yield f"{one.kind} at {_s(one.sent_ns)}: {got} instead of {one.expect_status}{_why(one.error)}"
