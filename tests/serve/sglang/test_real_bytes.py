@@ -18,7 +18,7 @@ from windtunnel.serve.nixl import library
 from windtunnel.serve.sglang.flags import check_sglang
 from windtunnel.serve.sglang.settings import DisaggSettings
 
-REAL = ["--disaggregation-transfer-backend", "nixl", "--transfer-block-bytes", "128"]
+REAL = ["--disaggregation-transfer-backend", "nixl", "--nixl-block-bytes", "128"]
 NIXL = DisaggSettings(transfer_backend="nixl")
 needs_nixl = pytest.mark.skipif(not library.installed(), reason="NIXL is not installed: pip install --no-deps nixl nixl-cu12")
 

@@ -22,11 +22,11 @@ class BlockMemory:
     def __init__(self, blocks: int, block_bytes: int) -> None:
         """Raises ValueError for more memory than a test bench should take."""
         if not 1 <= block_bytes <= BLOCK_BYTES_LIMIT:
-            raise ValueError(f"transfer-block-bytes is {block_bytes}: must be between 1 and {BLOCK_BYTES_LIMIT}")
+            raise ValueError(f"nixl-block-bytes is {block_bytes}: must be between 1 and {BLOCK_BYTES_LIMIT}")
         if blocks * block_bytes > SINK_LIMIT_BYTES:
             most = max(1, SINK_LIMIT_BYTES // blocks)
             raise ValueError(
-                f"transfer-block-bytes is {block_bytes}: {blocks} blocks would take {blocks * block_bytes} bytes, "
+                f"nixl-block-bytes is {block_bytes}: {blocks} blocks would take {blocks * block_bytes} bytes, "
                 f"at most {SINK_LIMIT_BYTES} are allowed (here: {most} bytes a block)"
             )
         self.blocks = blocks

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from windtunnel.core.transfer.backends import FATES
 from windtunnel.core.transfer.status import RULES
 from windtunnel.serve import flags as common
 from windtunnel.serve.flags import Flag
+from windtunnel.serve.transfer import parse_fates
 
 _REAL_BACKENDS = ("mooncake", "mori", "ascend")
 
@@ -17,19 +17,6 @@ def _backend(value: Any) -> str:
         other = "sim models it, nixl moves a few bytes of it, fake needs no peer"
         raise ValueError(f"{value!r} moves real memory, which a simulator does not have: {other}")
     return common._choice("sim", "fake", "nixl")(value)  # type: ignore[no-any-return]
-
-
-def _fates(value: Any) -> tuple[tuple[str, float], ...]:
-    """`stall=0.01,fail=0.02`: shares of the posted writes."""
-    fates: list[tuple[str, float]] = []
-    for item in value if isinstance(value, list | tuple) else str(value).split(","):
-        kind, separator, share = str(item).partition("=")
-        if kind not in FATES or not separator:
-            raise ValueError(f"{item!r} is not KIND=SHARE, with one of {', '.join(FATES)} and a share from 0 to 1")
-        fates.append((kind, common._number(0, 1)(share)))
-    if sum(share for _, share in fates) > 1:
-        raise ValueError(f"{value!r}: the shares add up to more than 1")
-    return tuple(fates)
 
 
 def _off(value: Any) -> int | None:
@@ -98,8 +85,8 @@ DISAGG_FLAGS: tuple[Flag, ...] = (
     Flag("transfer-bandwidth", "disagg.bandwidth_gb_s", common._number(1e-9, 1e6), "10^9 bytes a second"),
     Flag("transfer-latency", "disagg.transfer_latency_ns", common._duration, "of each write"),
     Flag("transfer-dead-peer", "disagg.dead_peer_ns", common._duration, "until the transport reports a peer that has gone"),
-    Flag("transfer-block-bytes", "disagg.block_bytes", common._integer(1, 1 << 20), "real bytes of each page, with nixl"),
-    Flag("transfer-fates", "disagg.fates", _fates, "shares of writes that stall, fail or lose their peer: stall=0.01"),
+    Flag("nixl-block-bytes", "disagg.nixl_block_bytes", common._integer(1, 1 << 20), "real bytes of a page, with nixl (64)"),
+    Flag("transfer-fates", "disagg.fates", parse_fates, "shares of writes that stall, fail or lose their peer: stall=0.01"),
 )
 
 ENVIRONMENT: Mapping[str, str] = MappingProxyType(

@@ -16,7 +16,7 @@ from windtunnel.core.sglang.disagg.config import DisaggConfig
 from windtunnel.core.sglang.disagg.decode import DecodeWorker
 from windtunnel.core.sglang.disagg.prefill import PrefillWorker
 from windtunnel.core.sglang.policy import Chance
-from windtunnel.core.transfer.backends import OK, Fate, SimBackend, TransferBackend, Write
+from windtunnel.core.transfer.backends import SimBackend, TransferBackend, Write
 from windtunnel.serve.driver import EngineDriver
 from windtunnel.serve.nixl.agent import KvAgent, Move
 from windtunnel.serve.nixl.backend import RealBytesBackend
@@ -25,6 +25,7 @@ from windtunnel.serve.sglang.bootstrap import Bootstrap, build
 from windtunnel.serve.sglang.settings import HEARTBEAT_LEAST_NS, DisaggSettings, core_config
 from windtunnel.serve.sglang.sockets import RankSockets
 from windtunnel.serve.sglang.transport import DecodeTransport, PrefillTransport, TransportConfig
+from windtunnel.serve.transfer import sim_backend
 from windtunnel.wire.sglang.bootstrap import RouteRegistration
 from windtunnel.wire.sglang.frames import encode
 
@@ -79,28 +80,14 @@ class Disaggregation:
     def _make_agents(self, engine: SglangEngineConfig, ranks: int) -> list[KvAgent]:
         """With memory for each page. A prefill only writes: one block is enough for it."""
         pages = engine.max_total_num_tokens // engine.page_size if self.settings.mode == "decode" else 1
-        memories = [BlockMemory(pages, self.settings.block_bytes) for _ in range(ranks)]
+        memories = [BlockMemory(pages, self.settings.nixl_block_bytes) for _ in range(ranks)]
         return [KvAgent(uuid.uuid4().hex, memory) for memory in memories]
 
     def _with_bytes(self, rank: int, backend: Any) -> TransferBackend:
         return RealBytesBackend(backend, self.kv_agents[rank], _page_move) if self.kv_agents else backend
 
     def _backend(self) -> SimBackend:
-        settings, scale = self.settings, self.time_scale
-        return SimBackend(
-            bandwidth_gb_s=settings.bandwidth_gb_s * scale,
-            latency_ns=round(settings.transfer_latency_ns / scale),
-            dead_peer_ns=round(settings.dead_peer_ns / scale),
-            fate=self._fate,
-        )
-
-    def _fate(self, _write: Write) -> Fate:
-        drawn = self._fates.random() if self.settings.fates else 1.0
-        for kind, share in self.settings.fates:
-            if drawn < share:
-                return Fate(kind)
-            drawn -= share
-        return OK
+        return sim_backend(self.settings, self.time_scale, self._fates)
 
     # Life
 

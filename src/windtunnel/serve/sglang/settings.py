@@ -45,7 +45,7 @@ class DisaggSettings:
     dead_peer_ns: int = 30 * S
     fates: tuple[tuple[str, float], ...] = ()
     """(fate, share of the posted writes); the rest is `ok`."""
-    block_bytes: int = 64
+    nixl_block_bytes: int = 64
     """Real bytes for each page with `nixl`."""
     report_while_stalled: bool = False
 

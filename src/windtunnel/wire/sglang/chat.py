@@ -75,7 +75,7 @@ def plan(body: bytes, headers: Mapping[str, str], env: SglangEnv) -> Generation:
     requests.check_logprobs("top_logprobs", request.top_logprobs, env)
     _conversation, planned = openai_chat.render(request.messages, request, env)
     prompts = (planned,)
-    routed = requests.routing(request, headers, 1, env, request.model)
+    routed = requests.routing(request, headers, 1, env, request.model, request.n)
     spec = _spec(request, env, prompts, routed.rids)
     top = (request.top_logprobs or 0) if request.logprobs else None
     room = requests.output_limit(limit, prompts, env)
