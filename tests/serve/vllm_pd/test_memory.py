@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 from tests.serve.live import live
-from tests.serve.vllm_pd.pair import COMPLETION, counters, pair, until
+from tests.serve.vllm_pd.pair import COMPLETION, counters, engine_of, pair, until
 
 from windtunnel.serve.config import UsageError
 from windtunnel.serve.nixl import library
-from windtunnel.serve.vllm_pd.memory import digests
+from windtunnel.serve.vllm_pd.memory import NixlMover, digests
 
 NIXL: dict[str, Any] = {"kv_transfer__backend": "nixl", "scheduler__num_gpu_blocks": 200, "scheduler__max_model_len": 3000}
 FAST = NIXL | {"pacing__time_scale": 20.0}
@@ -78,3 +78,19 @@ async def test_both_sides_must_move_the_same(p: dict[str, Any], d: dict[str, Any
         assert (await pd.post("/v1/completions", COMPLETION)).status_code == 500
         await pd.until_idle()
         assert counters(pd.d)["failed_transfers"] == 1
+
+
+@needs_nixl
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_leaves_while_bytes_are_read_frees_both(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NIXL is kept from saying that the read is done until the client has gone."""
+    async with pair(NIXL) as pd:
+        with monkeypatch.context() as held:
+            held.setattr(NixlMover, "_state", lambda _mover, _handle: "PROC")
+            client = await pd.decoding(await pd.prefilled(), stream=stream)
+            await until(lambda: engine_of(pd.d).outstanding()["loads"])
+            client.leave("rst")
+            await until(lambda: not pd.d.states())
+            assert engine_of(pd.d).outstanding()["orphaned_loads"] == 1
+        await pd.until_idle()
+        assert counters(pd.p) == counters(pd.d) == {}

@@ -179,8 +179,11 @@ class KvAgent:
                 "%s has %d bytes a block, we have %d: nothing is moved", peer, where.block_bytes, self.memory.block_bytes
             )
             return
-        if self._join(where.agent) == peer:
+        name = self._join(where.agent)
+        if name == peer:
             self._peers[peer] = where
+        elif name:
+            log.warning("an agent calls itself %s, its server %s: nothing is moved", name, peer)
 
     def _join(self, metadata: bytes) -> str:
         """The agent's name, or empty."""

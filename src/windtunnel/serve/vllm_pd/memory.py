@@ -5,6 +5,7 @@ and wipes a block that somebody else has been given since. So a decode sees in t
 prompt's.
 """
 
+import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from hashlib import blake2b
@@ -21,6 +22,7 @@ from windtunnel.serve.nixl import library
 
 DIGEST_BYTES = 32
 _POLL_NS = 200 * US
+_PROGRESS_S = 0.004
 _REMOTE_GONE = "the remote agent has gone"
 
 
@@ -53,7 +55,7 @@ class NixlMemory:
         self.block_bytes = block_bytes
         self._blocks = numpy.empty((num_blocks, block_bytes), dtype=numpy.uint8)
         self._blocks.fill(0)  # touched here, and not in the first read
-        self.agent = nixl.nixl_agent(name, nixl.nixl_agent_config(backends=["UCX"]))
+        self.agent = nixl.nixl_agent(name, nixl.nixl_agent_config(backends=["UCX"], enable_prog_thread=False))
         self._registered = self.agent.register_memory([(self._blocks.ctypes.data, self._blocks.nbytes, 0, "kv")], "DRAM")
 
     @property
@@ -75,6 +77,13 @@ class NixlMemory:
     def descriptors(self, region: Region, blocks: Sequence[int]) -> Any:
         size = region.block_bytes
         return self.agent.get_xfer_descs([(region.address + block * size, size, 0) for block in blocks], "DRAM")
+
+    async def progress(self) -> None:
+        """Let a peer's moves go on, for ever. NIXL's own thread would do it too, and take a whole core for that."""
+        while True:
+            with suppress(*self.errors):
+                self.agent.get_new_notifs()
+            await asyncio.sleep(_PROGRESS_S)
 
     def close(self) -> None:
         self.agent.deregister_memory(self._registered)
