@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tests.core.sglang.driving import make_engine, outputs, request, run
 from tests.serve.sglang.pair import live_pair, until
-from tests.serve.sglang.test_pd_processes import PROMPT, Running, _unified, running
+from tests.serve.sglang.test_pd_processes import PROMPT, Running, running, unified_answer
 
 from windtunnel.core.transfer.backends import Fate
 from windtunnel.serve.config import ServeConfig, UsageError
@@ -99,7 +99,7 @@ async def test_the_text_of_two_processes_is_the_unified_servers() -> None:
         await pd.until_empty()
         (sent,) = (await pd.debug("prefill"))["real_bytes"]
         (got,) = (await pd.debug("decode"))["real_bytes"]
-    unified = await _unified(body)
+    unified = await unified_answer(body)
     assert answer["choices"] == unified["choices"] and answer["usage"] == unified["usage"]
     assert sent["bytes"] > 0 and sent["bytes"] % 128 == 0 and got["corrupt_blocks"] == 0
 
