@@ -1,5 +1,6 @@
 """`--kv-transfer-backend nixl`: real bytes over UCX on loopback. Skipped where NIXL is not installed."""
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -94,3 +95,20 @@ async def test_a_client_that_leaves_while_bytes_are_read_frees_both(stream: bool
             assert engine_of(pd.d).outstanding()["orphaned_loads"] == 1
         await pd.until_idle()
         assert counters(pd.p) == counters(pd.d) == {}
+
+
+@needs_nixl
+async def test_a_read_fails_when_the_connection_to_its_prefill_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NIXL says nothing meanwhile."""
+    monkeypatch.setattr(NixlMover, "_state", lambda _mover, _handle: "PROC")
+    async with pair(NIXL) as pd:
+        params = await pd.prefilled()
+        asking = asyncio.ensure_future(
+            pd.client.post(f"{pd.d.url}/v1/completions", json=COMPLETION | {"kv_transfer_params": params})
+        )
+        (reader,) = pd.d.server.flavour._connections  # type: ignore[attr-defined]
+        await until(lambda: reader._mover._transfers)
+        (endpoint,) = reader.transport._addresses
+        reader.transport._connection(endpoint, True)
+        assert (await asking).status_code == 500
+        assert counters(pd.d) == {"failed_transfers": 1}

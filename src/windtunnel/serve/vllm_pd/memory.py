@@ -16,7 +16,7 @@ import numpy
 from windtunnel.core.units import US
 from windtunnel.core.vllm.connector.engine import ConnectorEngine
 from windtunnel.core.vllm.connector.holds import REMEMBERED
-from windtunnel.core.vllm.connector.mover import Move
+from windtunnel.core.vllm.connector.mover import Move, address
 from windtunnel.core.vllm.connector.seam import MoveDone, MoveFailed, Peer, StartRead
 from windtunnel.serve.nixl import library
 
@@ -144,6 +144,8 @@ class NixlMover:
         """Engine id → the agent's name and its memory."""
         self._transfers: dict[int, _Transfer] = {}
         self._failed: list[MoveFailed] = []
+        self._lost: set[str] = set()
+        """host:port of side channels whose processes have gone."""
         self._next_ns: int | None = None
 
     def connect(self, peer: Peer, region: Region) -> None:
@@ -158,14 +160,24 @@ class NixlMover:
             raise ValueError(f"the other agent's metadata: {type(error).__name__} {error}") from error
         self._remotes[peer.engine_id] = (name.decode() if isinstance(name, bytes) else str(name), region)
 
-    def find_peer(self, _address: str) -> None:
-        """NIXL knows by itself."""
+    def find_peer(self, where: str) -> None:
+        self._lost.discard(where)
 
-    def lose_peer(self, _address: str, _now_ns: int) -> None:
-        """NIXL knows by itself."""
+    def lose_peer(self, where: str, now_ns: int) -> None:
+        """The connection says so; NIXL may take longer, or leave a move open."""
+        self._lost.add(where)
+        for number, transfer in list(self._transfers.items()):
+            if address(transfer.move) == where:
+                del self._transfers[number]
+                self._release(transfer.handle)
+                self._failed.append(MoveFailed(number, _REMOTE_GONE))
+        self._next_ns = now_ns
 
     def start(self, move: Move, now_ns: int) -> None:
         self._next_ns = now_ns
+        if address(move) in self._lost:
+            self._failed.append(MoveFailed(move.number, _REMOTE_GONE))
+            return
         name, region = self._remotes[move.peer.engine_id]
         try:
             local = self._memory.descriptors(self._memory.region, move.local_blocks)
