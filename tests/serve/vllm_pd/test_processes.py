@@ -14,8 +14,8 @@ import httpx
 import pytest
 from tests.serve.sglang.test_pd_processes import PATIENCE_S, PROMPT, Running
 
-from windtunnel.serve.up.plan import preset, with_args
-from windtunnel.serve.up.processes import Fleet
+from windtunnel.serve.up.plan import Ports, UpError, preset, with_args
+from windtunnel.serve.up.processes import Fleet, router_command
 
 BODY = {"model": "windtunnel", "prompt": PROMPT, "max_tokens": 12}
 ROUTERS = os.environ.get("WINDTUNNEL_ROUTERS", "")
@@ -122,6 +122,11 @@ async def test_push_by_the_same_command() -> None:
         answer = (await pd.client.post(f"{pd.up.url}/v1/completions", json=BODY)).json()
         await pd.until_empty()
     assert answer["choices"] == (await _single("/v1/completions", BODY))["choices"]
+
+
+def test_a_pair_that_a_router_does_not_know_is_refused() -> None:
+    with pytest.raises(UpError, match="sglang-router does not pair vllm workers; windtunnel, smg, vllm-router do"):
+        router_command(replace(preset("vllm-pd"), router="sglang-router"), {}, Ports({}), 1)
 
 
 async def test_the_real_vllm_router_in_front(monkeypatch: pytest.MonkeyPatch) -> None:
