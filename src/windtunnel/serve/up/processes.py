@@ -193,7 +193,7 @@ def _workers(plan: UpPlan, urls: Mapping[str, str], ports: Ports) -> list[Worker
 
 def _all_healthy(count: int, answer: httpx.Response) -> bool:
     """smg's `GET /workers`."""
-    return sum(worker["is_healthy"] for worker in answer.json()["workers"]) == count
+    return sum(bool(worker["is_healthy"]) for worker in answer.json()["workers"]) == count
 
 
 def registers(plan: UpPlan) -> bool:
