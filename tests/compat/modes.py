@@ -4,9 +4,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-Join = Callable[[Any], Awaitable[None]]
-"""Registers workers of a site by the router's own API."""
-
 
 @dataclass(frozen=True)
 class Mode:
@@ -23,7 +20,8 @@ class Mode:
     roles: tuple[str, ...] = ("worker", "worker")
     grpc: bool = False
     flags: tuple[str, ...] = ()
-    join: Join | None = None
+    registers: bool = False
+    """The router takes its workers by `POST /workers` after its start."""
     balanced: bool = True
     """Equal requests reach every worker."""
     not_run: str = ""
@@ -32,6 +30,11 @@ class Mode:
     @property
     def pd(self) -> bool:
         return "prefill" in self.roles
+
+    @property
+    def legs_at_once(self) -> bool:
+        """Prefill and decode get a request at the same time, as SGLang's do; vLLM's follow each other."""
+        return self.pd and self.engine == "sglang"
 
     def serve_flags(self, role: str, port: int, bootstrap_port: int) -> list[str]:
         """Of `windtunnel serve`, as they are tried."""
@@ -48,8 +51,14 @@ class Mode:
 
 _ROLES = {
     ("vllm", "worker"): "",
-    ("vllm", "prefill"): '--kv-transfer-config {"kv_connector":"NixlConnector","kv_role":"kv_producer"}',
-    ("vllm", "decode"): '--kv-transfer-config {"kv_connector":"NixlConnector","kv_role":"kv_consumer"}',
+    (
+        "vllm",
+        "prefill",
+    ): '--kv-transfer-config {"kv_connector":"NixlConnector","kv_role":"kv_producer"} --nixl-side-channel-port 0',
+    (
+        "vllm",
+        "decode",
+    ): '--kv-transfer-config {"kv_connector":"NixlConnector","kv_role":"kv_consumer"} --nixl-side-channel-port 0',
     ("sglang", "worker"): "",
     ("sglang", "prefill"): "--disaggregation-mode prefill --disaggregation-bootstrap-port BOOTSTRAP",
     ("sglang", "decode"): "--disaggregation-mode decode",
@@ -73,7 +82,6 @@ KV_EVENTS = (
     '{"enable_kv_cache_events":true,"endpoint":"tcp://[::ffff:127.0.0.1]:EVENTS_PORT"}',
 )
 """A vLLM worker whose KV events a router can subscribe to, and whose chats it can have rendered."""
-NO_VLLM_PD = "The workers have no prefill/decode of vLLM."
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,8 @@ from tests.serve.live import LiveServer, serving
 from windtunnel.serve import failures, grpc_front
 from windtunnel.serve.flags import parse_args
 from windtunnel.serve.http11 import LINE, ClientLine
+from windtunnel.serve.up.routers import Worker as ToldWorker
+from windtunnel.serve.up.routers import registration
 
 START_S = 60
 ANSWER_S = 30
@@ -228,11 +230,13 @@ async def _running(command: Sequence[str]) -> AsyncIterator[None]:
 
 async def _ready(made: Site) -> None:
     """Until it answers and has been at every worker."""
-    joined = made.mode.join is None
+    joined = not made.mode.registers
     while True:
         with contextlib.suppress(httpx.TransportError):
             if not joined and (await made.client.get(f"{made.url}/health")).status_code < 600:
-                await _join(made)
+                await register(
+                    made.client, made.url, zip(made.mode.roles, (worker.url for worker in made.workers), strict=True)
+                )
                 joined = True
             chat = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
             answer = await made.post("/v1/chat/completions", chat)
@@ -242,9 +246,10 @@ async def _ready(made: Site) -> None:
         await asyncio.sleep(0.05)
 
 
-async def _join(made: Site) -> None:
-    if made.mode.join is not None:
-        await made.mode.join(made)
+async def register(client: httpx.AsyncClient, router: str, workers: Iterable[tuple[Any, str]]) -> None:
+    """Pairs of role and URL."""
+    for role, url in workers:
+        await client.post(f"{router}/workers", json=registration(ToldWorker(url, role)))
 
 
 Probe = Callable[[Site], Awaitable[str]]

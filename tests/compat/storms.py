@@ -18,7 +18,7 @@ import httpx
 from tests.compat import peers
 from tests.compat.all import PEERS
 from tests.compat.modes import Mode
-from tests.compat.site import START_S, free_port
+from tests.compat.site import START_S, free_port, register
 
 PACE = ("--disable-access-log", "--ttft", "20ms", "--itl", "5ms")
 SLOW = ("--disable-access-log", "--ttft", "2s", "--itl", "5ms")
@@ -66,6 +66,10 @@ async def fleet(mode: Mode, program: str, pace: Sequence[str], log: Path) -> Asy
         await _up([f"{url}/health" for url in urls])
         await stack.enter_async_context(_process(program, *mode.words.format(**places).split(), log=log))
         router = f"http://127.0.0.1:{places['port']}"
+        if mode.registers:
+            await _up([f"{router}/liveness"])
+            async with httpx.AsyncClient(trust_env=False) as client:
+                await register(client, router, zip(mode.roles, urls, strict=True))
         await _up([f"{router}/v1/models"])
         await _answers(router)
         yield router, urls
@@ -100,14 +104,14 @@ async def storm(router: str, workers: Sequence[str], words: str) -> dict[str, An
     return json.loads(told) if told.strip() else {"findings": [], "failed": process.returncode}
 
 
-async def run(wanted: Sequence[str], out: Path) -> None:
+async def run(wanted: Sequence[str], part: str, out: Path) -> None:
     for peer in PEERS:
         program = peers.find(peer.program)
         if program is None or (wanted and peer.name not in wanted):
             continue
         for mode in peer.modes:
             for name, (pace, words) in STORMS.items():
-                if mode.not_run:
+                if mode.not_run or part not in mode.name:
                     continue
                 label = f"{peer.name} {peers.version(peer.package, program)}, {mode.name}, {name}"
                 slug = label.replace(" ", "-").replace(",", "").replace("/", "")
@@ -121,10 +125,11 @@ async def run(wanted: Sequence[str], out: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.compat.storms", description=__doc__)
     parser.add_argument("--peer", action="append", default=[])
+    parser.add_argument("--mode", default="", help="only modes whose name has this in it")
     parser.add_argument("--out", type=Path, default=Path("out/router-storms"))
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    asyncio.run(run(options.peer, options.out))
+    asyncio.run(run(options.peer, options.mode, options.out))
 
 
 if __name__ == "__main__":
