@@ -86,7 +86,7 @@ async def test_nothing_is_named_without_one(storm: str) -> None:
 
 
 def test_every_defect_and_every_finding_has_a_test() -> None:
-    assert set(SHOWN_BY) == {name for name, entry in CATALOGUE.items() if not entry.experiment}
+    assert set(SHOWN_BY) == {name for name, entry in CATALOGUE.items() if not entry.pair}
     planted = {CATALOGUE[fault].finding for fault in SHOWN_BY} | set(DEFECTS.values())
     assert planted | set(ELSEWHERE) == {kind.name for kind in KINDS}
     assert {case.finding for case in FURTHER} <= set(ELSEWHERE)
