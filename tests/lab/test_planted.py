@@ -54,7 +54,8 @@ ELSEWHERE = {
     "abort_not_propagated": "test_a_proxy_before_a_real_server",
     "drain_timeout": "test_a_server_that_hangs_at_its_end",
     "retry_storm_amplified": "test_retries_against_a_server_that_does_not_listen",
-    "transfer_orphan": "tests.lab.test_findings (fake server)",
+    "transfer_orphan": "tests.lab.test_planted_pairs",
+    "lease_expired": "tests.lab.test_planted_pairs",
     "hidden_cleanup": "tests.lab.test_queues, windtunnel experiment run pd-abort-storm",
     "unreachable": "tests.lab.test_findings (fake server)",
 }

@@ -247,7 +247,7 @@ def test_a_defect_of_a_pair_needs_a_server_of_one(name: str) -> None:
 
 def test_a_server_of_the_other_kind_of_pair_will_not_do() -> None:
     pd = ["--engine", "sglang", "--disaggregation-mode", "prefill"]
-    vllm = ["--kv-transfer-config.kv_connector", "NixlConnector"]
+    vllm = ["--kv-transfer-config", '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}']
     with pytest.raises(UsageError, match="start it with --kv-transfer-config"):
         parse_args(["m", *pd, "--fault", "ordered-reaper"])
     with pytest.raises(UsageError, match="start it with --engine sglang --disaggregation-mode"):

@@ -241,7 +241,7 @@ _ENTRIES = (
     CatalogueEntry(
         name="load-into-freed-blocks",
         module="load_into_freed_blocks",
-        summary="P/D decode: an abort frees the blocks of a load under way, and the transfer writes into whoever has them by then",
+        summary="P/D decode: an abort frees a load's blocks at once, and the transfer writes into whoever has them by then",
         seam="disagg_config",
         models=("vLLM #32255",),
         finding="corrupt_stream",

@@ -1,4 +1,4 @@
-"""Fault `one-timeout`: instead of a lease with heartbeats, one time that must fit a crash and congestion (vLLM #25897, #41383)."""
+"""Fault `one-timeout`: one time for a crash and for congestion, no lease with heartbeats (vLLM #25897, #41383)."""
 
 from windtunnel.core.units import S, parse_duration_ns
 from windtunnel.faults.kv_switch import KvSwitch
