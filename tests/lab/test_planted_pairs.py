@@ -30,7 +30,7 @@ QUIET = StormPlan(
         BystanderKind("too long", shape=Shape(max_tokens=4000, stream=False), expect_status=400),
     ),
     later=0,
-    sample_every_ns=20 * MS,
+    sample_every_ns=40 * MS,
     quiet_deadline_ns=1_200 * MS,
     request_timeout_ns=5 * S,
     linger_ns=100 * MS,
