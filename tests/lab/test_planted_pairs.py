@@ -15,6 +15,7 @@ from windtunnel.faults.catalogue import CATALOGUE, VLLM_PD
 from windtunnel.lab.connection import How
 from windtunnel.lab.findings import find, primary
 from windtunnel.lab.plan import BystanderKind, Moment, Shape, StormPlan, Trigger
+from windtunnel.lab.selftest import FURTHER
 from windtunnel.lab.storm import run_storm
 from windtunnel.lab.target import Target, make_target
 from windtunnel.serve.sglang.disagg_flavour import DisaggFlavour
@@ -59,7 +60,7 @@ SCENES = {
     "slow read": Scene(
         replace(QUIET, bystanders=1, bystander_kinds=(BystanderKind("long", shape=LONG),)),
         POOL,
-        {"kv_transfer__bandwidth_gb_s": 0.002},
+        {"kv_transfer__bandwidth_gb_s": 0.0023},
     ),
     "leaving during a read": Scene(
         replace(
@@ -72,10 +73,11 @@ SCENES = {
             bystanders=6,
             bystander_concurrency=6,
             later=1,
+            quiet_deadline_ns=1 * S,
             bystander_kinds=(BystanderKind("completion", shape=replace(LONG, prompt_words=300)),),
         ),
         POOL | {"scheduler__enable_prefix_caching": False},
-        {"kv_transfer__transfer_latency_ns": 12 * S},
+        {"kv_transfer__transfer_latency_ns": 9 * S},
     ),
     "leaving between the legs": Scene(
         replace(
@@ -185,6 +187,12 @@ async def test_a_status_that_overwrites_a_failure(release: str, faults: tuple[st
     async with sglang_pair(release, *faults) as target:
         result = await run_storm(target, IN_THE_RACE)
     assert [finding.name for finding in primary(find(result))] == expected
+
+
+def test_the_self_test_has_cases_of_pairs() -> None:
+    pairs = {case.fault: case.finding for case in FURTHER if CATALOGUE.get(case.fault, CATALOGUE["late-abort"]).pair}
+    assert pairs.pop("transfer-race") == "transfer_orphan"
+    assert pairs == {fault: CATALOGUE[fault].finding for fault in pairs} and pairs.keys() <= SHOWN_BY.keys() and len(pairs) == 5
 
 
 def test_every_defect_of_a_pair_has_a_scene() -> None:
