@@ -92,7 +92,7 @@ def flavour_of(config: ServeConfig, seams: Seams) -> Flavour:
     if config.kv_transfer.on:
         from windtunnel.serve.vllm_pd.flavour import KvTransferFlavour
 
-        return KvTransferFlavour(config)
+        return KvTransferFlavour(config, seams)
     from windtunnel.serve.vllm import VllmFlavour
 
     return VllmFlavour()
