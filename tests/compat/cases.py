@@ -144,6 +144,8 @@ async def failing(site: Site, status: int, workers: slice, *, stream: bool = Fal
     for worker in site.workers[workers]:
         worker.failing = status
     answers = [await site.post(CHAT, _chat(stream=stream)) for _ in range(requests)]
+    while site.mode.random and not any(worker.asked for worker in site.workers[workers]):
+        answers.append(await site.post(CHAT, _chat(stream=stream)))
     told = sorted({answer.status_code for answer in answers})
     attempts = sum(worker.asked for worker in site.workers[workers])
     if told == [200]:
@@ -254,6 +256,10 @@ def _regular(mode: Mode) -> bool:
     return not mode.pd
 
 
+def _in_turns(mode: Mode) -> bool:
+    return not (mode.pd or mode.random)
+
+
 def _both(first: Callable[[Mode], bool], second: Callable[[Mode], bool]) -> Callable[[Mode], bool]:
     return lambda mode: first(mode) and second(mode)
 
@@ -298,7 +304,7 @@ CASES: tuple[Case, ...] = (
     ),
     Case("`/v1/models`", listed),
     *(Case(one.row, partial(same, one=one)) for one in SAME),
-    Case("four requests at two workers", turns, _regular),
+    Case("four requests at two workers", turns, _in_turns),
     Case("`max_tokens` arrives as", renamed, _http),
     Case("an unknown field is", unknown_field, _http),
     Case("`model` of `/generate` arrives as", model_of_generate, _sglang),
@@ -324,3 +330,7 @@ CASES: tuple[Case, ...] = (
     Case("a worker's connection breaks in a stream", cut, _http),
     Case("a worker's process has gone", dead, _both(_http, _regular), last=True),
 )
+
+
+def refused_by_all(status: int) -> Probe:
+    return partial(failing, status=status, workers=ALL)

@@ -4,8 +4,8 @@ import pytest
 from tests.compat import page, peers
 from tests.compat.all import PEERS
 from tests.compat.cases import CASES
-from tests.compat.modes import Mode, Peer, Setup
-from tests.compat.run import NOT_HERE, SETUPS, run_alone, run_mode
+from tests.compat.modes import NOT_HERE, Mode, Peer, Setup
+from tests.compat.run import SETUPS, run_alone, run_mode
 
 QUICK = tuple(case for case in CASES if not case.thorough)
 MODES = [(peer, mode) for peer in PEERS for mode in peer.modes if not mode.not_run]
