@@ -7,8 +7,9 @@ from tests.compat.benchmarks import OUTPUT_TOKENS, TOLD_OF, Benchmark, Report
 from tests.compat.modes import Mode, Peer
 
 _WORDS = (
-    "profile --model wt-model --tokenizer {tokenizer} --url {url0} --streaming --concurrency 2 --synthetic-input-tokens-mean 50 "
-    f"--output-tokens-mean {OUTPUT_TOKENS} --extra-inputs ignore_eos:true --random-seed 7 --ui-type simple --artifact-dir {{folder}}"
+    "profile --model wt-model --tokenizer {tokenizer} --url {url0} --streaming --concurrency 2 "
+    f"--synthetic-input-tokens-mean 50 --output-tokens-mean {OUTPUT_TOKENS} --extra-inputs ignore_eos:true "
+    "--random-seed 7 --ui-type simple --artifact-dir {folder}"
 )
 _SIX = "--request-count 6"
 _HALF = "--request-count 16 --request-cancellation-rate 50 --request-cancellation-delay"

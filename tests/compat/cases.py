@@ -330,7 +330,3 @@ CASES: tuple[Case, ...] = (
     Case("a worker's connection breaks in a stream", cut, _http),
     Case("a worker's process has gone", dead, _both(_http, _regular), last=True),
 )
-
-
-def refused_by_all(status: int) -> Probe:
-    return partial(failing, status=status, workers=ALL)
