@@ -25,12 +25,14 @@ _OFTEN = f"num_retries: 12, {_CALM}"
 """So often that no request draws the failing one of two workers each time."""
 DRAWS = 60
 CUT_AFTER = 3
+_PACE = ("--itl", "400ms")
+"""20 ms of real time, which this proxy can follow."""
 
 
 def _mode(name: str, engine: str, settings: str = _OFTEN) -> Mode:
     workers = "".join(_WORKER.format(number=number) for number in (0, 1))
     config = _CONFIG.format(workers=workers, settings=settings)
-    return Mode(name, engine, _WORDS, random=True, config=config, environment=_ENVIRONMENT)
+    return Mode(name, engine, _WORDS, flags=_PACE, random=True, config=config, environment=_ENVIRONMENT)
 
 
 async def _drawn_again(site: Site) -> str:

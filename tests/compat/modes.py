@@ -42,7 +42,7 @@ class Mode:
 
     def serve_flags(self, role: str, port: int, bootstrap_port: int) -> list[str]:
         """Of `windtunnel serve`, as they are tried."""
-        return ["wt-model", *self.shown_flags(role, port, bootstrap_port), *_TRIED, *_TRIED_BY_ENGINE[self.engine, role]]
+        return ["wt-model", *_TRIED, *_TRIED_BY_ENGINE[self.engine, role], *self.shown_flags(role, port, bootstrap_port)]
 
     def plain_flags(self, role: str, port: int, bootstrap_port: int) -> list[str]:
         """Of a server whose times are its own."""
