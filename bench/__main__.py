@@ -14,6 +14,7 @@ BENCHMARKS = (
     "departures",
     "core_step",
     "lab_size",
+    "lab_size_spread",
     "sim_cluster",
     "agreement",
     "big_prompt",

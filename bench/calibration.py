@@ -11,14 +11,20 @@ import sys
 import time
 from pathlib import Path
 
+from windtunnel.sim.calibrate.replay import EngineLimits
+
 PAGE = Path(__file__).parent.parent / "docs" / "calibration.md"
 TRACE = Path(os.environ.get("WINDTUNNEL_GOLDEN", "../shared/golden")) / "vllm" / "trace.jsonl"
-SERVER = ("--max-num-seqs", "16", "--max-num-batched-tokens", "2048", "--block-size", "32", "--seed", "1")
+LIMITS = EngineLimits(max_num_seqs=16, max_num_batched_tokens=2048, block_size=32)
+SERVER = (
+    *(word for name in LIMITS.__slots__ for word in (f"--{name.replace('_', '-')}", str(getattr(LIMITS, name)))),
+    "--seed",
+    "1",
+)
 TABLES = {
-    "passes-1-3": ("--only", "pass 1,pass 3", "--fit-concurrency", "1,8"),
+    "all-passes": ("--fit-concurrency", "1,8"),
     "pass-0": ("--only", "pass 0", "--fit-concurrency", "1,16"),
     "pass-0-extrapolated": ("--only", "pass 0", "--fit-concurrency", "1,4"),
-    "all-passes": ("--fit-concurrency", "1,8"),
 }
 
 

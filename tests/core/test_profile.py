@@ -16,6 +16,7 @@ from windtunnel.core.profile import (
     ProfileError,
     ProfilePacing,
     StepCosts,
+    at_speed,
     from_mapping,
 )
 
@@ -80,8 +81,7 @@ def test_what_lasts_shows_in_the_next_draws() -> None:
 def test_step_time_is_the_sum_of_its_costs() -> None:
     quiet = Profile(PROFILE.step, PROFILE.frontend)
     assert ProfilePacing(quiet, random.Random(0)).step_ns(StepPlan(10, 3, 200, 40)) == 1000 + 50 + 300 + 100 + 10
-    assert ProfilePacing(quiet, random.Random(0), 10.0).step_ns(StepPlan(10, 3, 200, 40)) == 146
-    assert ProfilePacing(quiet, random.Random(0)).request_ns(40) == 600 + 40 + 300
+    assert ProfilePacing(at_speed(quiet, 10.0), random.Random(0)).step_ns(StepPlan(10, 3, 200, 40)) == 146
 
 
 def test_one_seed_gives_one_series() -> None:
@@ -103,13 +103,15 @@ def frontend(**costs: float) -> Frontend:
 def test_an_idle_loop_gives_a_request_its_own_work_only() -> None:
     loop = frontend(request_ns=600.0, prompt_token_ns=1.0, turns=3, handover_ns=50.0)
     loop.arrive("a", 30, 1000)
-    times = []
+    times, work_ns = [], 0.0
     while (at := loop.next_event_at()) is not None:
         times.append(at)
-        submissions, chunks = loop.turn()
-        assert not chunks
+        turn = loop.turn()
+        assert not turn.chunks
+        work_ns += turn.request_work_ns
     assert times == [1000, 1210, 1420]
-    assert submissions == [("a", 1000 + 630 + 50)]
+    assert turn.submissions == [("a", 1000 + 630 + 50)]
+    assert work_ns == 630 + 50
 
 
 def test_a_busy_loop_makes_a_request_wait_a_burst_for_each_turn() -> None:
@@ -120,7 +122,7 @@ def test_a_busy_loop_makes_a_request_wait_a_burst_for_each_turn() -> None:
     submitted = []
     while not submitted:
         assert loop.next_event_at() is not None
-        submitted, _chunks = loop.turn()
+        submitted = loop.turn().submissions
     assert submitted[0].at_ns == 2 * (10 + 120) + 10
 
 
@@ -128,6 +130,6 @@ def test_tokens_that_pile_up_leave_as_one_chunk() -> None:
     loop = frontend(step_ns=100.0, chunk_ns=10.0)
     for at in (0, 10, 20):
         loop.take_outputs([("a", at == 20), ("b", False)], at)
-    assert loop.turn()[1] == [("a", 1, 110, False), ("b", 1, 120, False)]
-    assert loop.turn()[1] == [("a", 2, 230, True), ("b", 2, 230 + 40, False)]
+    assert loop.turn().chunks == [("a", 1, 110, False), ("b", 1, 120, False)]
+    assert loop.turn().chunks == [("a", 2, 230, True), ("b", 2, 230 + 40, False)]
     assert loop.next_event_at() is None

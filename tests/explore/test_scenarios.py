@@ -112,6 +112,7 @@ def test_three_paths_lead_to_the_recycled_object_and_none_if_the_task_owns_its_i
         ("lease-reaper", "fixed=false", "fixed=true", {6}),
         ("metadata-slots", "fix=before", "fix=after", {6}),
         ("n-admission", "fixed=false", "fixed=true", {10}),
+        ("remote-load", "waits=false", "waits=true", {0, 10}),
     ],
 )
 def test_the_examples_break_before_their_fix_only(name: str, before: str, after: str, numbers: set[int]) -> None:
@@ -121,6 +122,10 @@ def test_the_examples_break_before_their_fix_only(name: str, before: str, after:
     assert {invariant.number for invariant in run(before).violations} == numbers
     assert run(after).complete
     assert not run(after).violations
+
+
+def test_blocks_that_wait_for_a_report_taken_already_are_never_freed() -> None:
+    assert broken(chosen(find("remote-load"), {"waits": "true", "looks": "false"})) == {6}
 
 
 def test_a_hasty_fix_of_the_slot_leak_releases_twice() -> None:

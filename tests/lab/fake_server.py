@@ -9,6 +9,7 @@ import asyncio
 import json
 import os
 import re
+import ssl
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -35,7 +36,6 @@ DEFECTS = {
     "drift": "gauge_drift",
     "miscount": "cancel_miscounted",
     "abort-others": "collateral_abort",
-    "slow-after": "survivor_slowdown",
     "leak-transfer": "transfer_orphan",
 }
 """Defect → the finding that it must raise."""
@@ -75,8 +75,8 @@ class FakeServer:
         """Whether this defect is on and somebody has left already."""
         return defect in self.defects and self.left > 0
 
-    async def start(self, port: int = 0) -> int:
-        self._server = await asyncio.start_server(self.serve, "127.0.0.1", port)
+    async def start(self, port: int = 0, tls: ssl.SSLContext | None = None) -> int:
+        self._server = await asyncio.start_server(self.serve, "127.0.0.1", port, ssl=tls)
         return int(self._server.sockets[0].getsockname()[1])
 
     async def stop(self) -> None:
@@ -119,7 +119,7 @@ class FakeServer:
         elif path == "/abort_requests":
             self.aborted |= set(json.loads(body)["request_ids"])
             await answer(writer, 200, "{}")
-        elif path.startswith("/debug/"):
+        elif path.startswith(("/debug/", "/version")):
             await answer(writer, 404, "{}")
         elif path in plain:
             status = 500 if path == "/metrics" and self.harms("bystander-500") else 200
@@ -212,10 +212,8 @@ class FakeServer:
             chunk(writer, json.dumps({"error": {"message": "engine says no", "code": 500}}))
             words = []
         request_id = self.ids[writer]
-        left = self.left
         for at, word in enumerate(words):
-            slow = "slow-after" in self.defects and self.left > left
-            await asyncio.sleep(itl_s * (6 if slow else 1))
+            await asyncio.sleep(itl_s)
             self.generated += 1
             if 0 < self.exit_after_tokens <= self.generated:
                 os._exit(EXIT_STATUS)

@@ -320,6 +320,28 @@ def test_run_through_the_command_line(text: str, tmp_path: Path) -> None:
     assert (out / "report.html").exists()
 
 
+def test_the_reproduce_command_reproduces(text: str, tmp_path: Path) -> None:
+    """It names the file, not only the experiment in it, and carries every option that matters."""
+    (tmp_path / "fake.toml").write_text(text, "utf-8")
+    options = ["--trials", "2", "--seed", "5", "--time-scale", "2", "--aa", "treatment", "--looks", "2"]
+    runs = [["experiment", "run", str(tmp_path / "fake.toml"), *options]]
+    documents = []
+    for _ in range(2):
+        result = CliRunner().invoke(app, [*runs[-1], "--json"])
+        documents.append(json.loads(result.stdout))
+        program, *words = shlex.split(documents[-1]["reproduce"])
+        assert program == "windtunnel"
+        runs.append(words)
+    first, second = documents
+    same = ("verdict", "seed", "trials", "time_scale", "reproduce", "storm", "experiment")
+    assert {key: first[key] for key in same} == {key: second[key] for key in same}
+    assert [one["observed"] for one in first["predictions"]] == [one["observed"] for one in second["predictions"]]
+    assert first["effect"]["aa"] is True
+    assert [trial["order"] for trial in first["arms"]["control"]["trials"]] == [
+        trial["order"] for trial in second["arms"]["control"]["trials"]
+    ]
+
+
 def test_a_late_environment_error_keeps_the_trials_before_it(text: str, tmp_path: Path) -> None:
     seed = next(seed for seed in range(20) if schedule(2, seed)[0][1] == "control")
     (tmp_path / "fake.toml").write_text(text, "utf-8")

@@ -1,10 +1,22 @@
-"""What a person reads, where the output is a file."""
+"""What a person reads, on a terminal and where the output is a file."""
 
+from dataclasses import replace
+from io import StringIO
 from typing import Any
 
 import pytest
+from rich.console import Console
+from tests.lab.fake_server import FakeServer
+from tests.lab.test_findings import PLAN
 
-from windtunnel.lab.progress import _cells, _console, _table
+from windtunnel.core.units import MS
+from windtunnel.lab.findings import Finding, Severity, find
+from windtunnel.lab.plan import Moment, Shape, StormPlan, Trigger
+from windtunnel.lab.progress import Lines, _cells, _console, _table, storm_picture
+from windtunnel.lab.record import LostClient, StormResult
+from windtunnel.lab.storm import run_storm
+from windtunnel.lab.target import make_target
+from windtunnel.lab.view import StormEvent, StormView
 
 
 def trial(**changes: Any) -> dict[str, Any]:
@@ -38,3 +50,74 @@ def test_no_number_of_a_table_is_cut_in_a_file(capsys: pytest.CaptureFixture[str
 )
 def test_nothing_is_said_to_have_leaked_only_where_it_was_seen(changes: dict[str, Any], expected: str) -> None:
     assert _cells(trial(**changes))[3] == expected
+
+
+def view(**changes: Any) -> StormView:
+    finding = Finding("slot_leak", Severity.HIGH, "a slot stays", ("running is 3 (baseline 0, +3)",), 1)
+    base = StormView(
+        at_ns=2_500_000_000,
+        phase="storm",
+        planned=90,
+        opened=40,
+        open_by_stage={"sent": 5, "tokens": 12},
+        ended={"left": 7, "finished": 3},
+        bystanders=4,
+        harmed=1,
+        gauges={"running": (15.0, 2.0), "waiting": (0.0, 0.0), "odd": (1.0, None)},
+        findings=(finding,),
+        lost_clients=(LostClient("client process 2", "was killed by signal 9 (SIGKILL)", 0, 6),),
+    )
+    return replace(base, **changes)
+
+
+def drawn(one: StormView) -> str:
+    out = StringIO()
+    Console(file=out, force_terminal=True, width=120, color_system=None).print(storm_picture(one))
+    return out.getvalue()
+
+
+def test_the_picture_shows_phase_streams_gauges_and_findings() -> None:
+    text = drawn(view())
+    for part in (
+        "2.5 s  victims are leaving   40 of 90 requests opened",
+        "waiting for headers 5  streaming 12",
+        "left 7  finished 3",
+        "4 asked, 1 harmed",
+        "running 15 (+13)  waiting 0 (+0)  odd 1",
+        "slot_leak (high) ×1: running is 3",
+        "client process 2 was killed by signal 9 (SIGKILL): 6 requests lost",
+    ):
+        assert part in text
+    assert "none known" in drawn(view(gauges={}, findings=(), lost_clients=()))
+
+
+def test_lines_tell_each_thing_once(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = Lines(_console())
+    lines.event(StormEvent(1_000_000_000, "later", ""))
+    lines.view(view())
+    lines.view(view())
+    assert capsys.readouterr().err.splitlines() == [
+        "    1.00 s  counting later streams",
+        "    2.50 s  client process 2 was killed by signal 9 (SIGKILL): 6 requests lost",
+        "    2.50 s  slot_leak (high): running is 3 (baseline 0, +3)",
+    ]
+
+
+async def test_a_storm_tells_how_it_stands() -> None:
+    seen: list[StormView] = []
+    result = await blow_watched(replace(PLAN, victim=Shape(max_tokens=4000), when=Trigger(Moment.AFTER, 0, 500 * MS)), seen)
+    assert any(one.open_by_stage.get("tokens", 0) >= PLAN.victims for one in seen)
+    assert any(one.gauges.get("running", (0, 0))[0] > 0 for one in seen)
+    assert any(finding.name == "bystander_error" for finding in seen[-1].findings)
+    assert seen[-1].opened <= seen[-1].planned + 1
+    assert not set(dict(seen[-1].open_by_stage).values()) - {0} or result.streams
+    assert {one.name for one in seen[-1].findings} <= {one.name for one in find(result)}
+
+
+async def blow_watched(plan: StormPlan, seen: list[StormView]) -> StormResult:
+    server = FakeServer(frozenset({"bystander-500"}))
+    port = await server.start()
+    try:
+        return await run_storm(make_target(f"http://127.0.0.1:{port}", "fake"), plan, on_view=seen.append)
+    finally:
+        await server.stop()

@@ -43,5 +43,5 @@ def test_the_fixtures_start_storm_and_judge(pytester: pytest.Pytester, monkeypat
     result = pytester.runpytest_subprocess(*plugin, "-p", "no:cacheprovider", "-q")
     result.assert_outcomes(passed=2, failed=3)
     result.stdout.fnmatch_lines(["*corrupt_stream (high;*"])
-    result.stdout.fnmatch_lines(["*the storm tried nothing: no victim left*"])
+    result.stdout.fnmatch_lines(["*nothing follows from the storm: no client left*"])
     result.stdout.fnmatch_lines(["*192.0.2.1 is not this machine*"])

@@ -1,6 +1,7 @@
 """Kinds and gauges, read from metrics texts."""
 
 import os
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -80,8 +81,51 @@ def test_watched_gauges_of_an_unknown_server() -> None:
     assert read_gauges(series, gauges_of(UNKNOWN, ["my_busy_slots", "absent"])) == {"my_busy_slots": 4}
 
 
-def test_kinds_have_prefixes_of_their_own() -> None:
-    assert len({kind.prefix for kind in KINDS}) == len(KINDS)
+PAGES = Path(__file__).with_name("pages")
+ENGINES = {"running": 3, "waiting": 2, "kv_usage": 0.25}
+ROUTER = {"router_active": 3}
+GAUGES = {
+    "vllm": ENGINES,
+    "sglang": ENGINES,
+    "tensorrt-llm": ENGINES,
+    "trtllm-serve": ENGINES,
+    "llm-d-inference-sim": ENGINES,
+    "tgi": {"running": 3, "waiting": 2},
+    "llama.cpp": {"running": 3, "waiting": 2},
+    "dynamo": {**ROUTER, "router_waiting": 2},
+    "litellm": ROUTER,
+    "smg": ROUTER,
+    "sglang-router": ROUTER,
+    "vllm-router": ROUTER,
+}
+COUNTERS = {
+    "tgi": {"request_success": 5, "request_failure{overloaded}": 1},
+    "llama.cpp": {"generation_tokens": 41},
+    "dynamo": {"router_requests{success}": 5, "router_tokens": 41},
+    "litellm": {"router_requests{200}": 5, "router_failures": 1},
+    "smg": {"router_responses{200}": 5, "router_retries": 1},
+    "llm-d-inference-sim": {"generation_tokens": 41, "finished{length}": 5},
+    "trtllm-serve": {"request_success{length}": 5},
+}
+
+
+@pytest.mark.parametrize("kind", [kind.name for kind in KINDS])
+def test_each_kind_is_recognised_by_its_page(kind: str) -> None:
+    name, gauges, counters = read((PAGES / f"{kind}.txt").read_text())
+    assert (name, gauges) == (kind, GAUGES[kind])
+    assert counters == COUNTERS.get(kind, counters)
+
+
+def test_every_page_is_of_a_kind() -> None:
+    assert {page.stem for page in PAGES.glob("*.txt")} == {kind.name for kind in KINDS}
+
+
+def test_a_routers_requests_are_not_added_to_its_workers() -> None:
+    pages = [read((PAGES / f"{kind}.txt").read_text())[1] for kind in ("smg", "vllm", "vllm")]
+    total = Counter[str]()
+    for gauges in pages:
+        total.update(gauges)
+    assert (total["running"], total["router_active"]) == (6, 3)
 
 
 @pytest.mark.skipif(not GOLDEN.is_dir(), reason="no golden recordings of a real vLLM (WINDTUNNEL_GOLDEN)")

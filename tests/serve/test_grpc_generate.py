@@ -8,7 +8,7 @@ import grpc
 import pytest
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from tests.serve.grpc_live import GrpcServer, answer, chunks, completes, grpc_live, request, streamed_ids
-from tests.serve.live import PATIENCE_S, LiveServer, RawClient, request_bytes
+from tests.serve.live import FOREVER_NS, PATIENCE_S, LiveServer, RawClient, request_bytes
 
 from windtunnel.serve.clock import now_ns
 
@@ -29,6 +29,26 @@ SAME = {
     "natural end": {"prompt": "end by yourself [wt:8]", "max_tokens": 1000},
     "choices": {"prompt": "three [wt:9]", "max_tokens": 12, "n": 3, "temperature": 0.8},
     "minimum": {"prompt": "[wt:4]", "max_tokens": 400, "min_tokens": 300},
+    "seed and penalties": {
+        "prompt": "many knobs [wt:6]",
+        "max_tokens": 12,
+        "seed": 7,
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 20,
+        "min_p": 0.1,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "repetition_penalty": 1.2,
+    },
+    "stop": {"prompt": "[wt:5]", "max_tokens": 200, "stop": ["er", "x"]},
+    "stop kept": {"prompt": "[wt:5]", "max_tokens": 200, "stop": ["er"], "include_stop_str_in_output": True},
+    "stop after a minimum": {"prompt": "[wt:5]", "max_tokens": 200, "stop": ["e"], "min_tokens": 9},
+    "stop tokens": {"prompt": "[wt:5]", "max_tokens": 300, "stop_token_ids": list(range(300, 600))},
+    "truncated prompt": {"prompt": "words without a marker, rather many of them", "max_tokens": 9, "truncate_prompt_tokens": 3},
+    "json object": {"prompt": "[wt:5]", "max_tokens": 200, "json_object": True},
+    "grammar": {"prompt": "[wt:5]", "max_tokens": 200, "grammar": 'root ::= "yes" | "no"'},
+    "structured choices": {"prompt": "[wt:5]", "max_tokens": 200, "regex": "[a-z]{4}", "n": 2, "temperature": 0.8},
     "regex": {"prompt": "[wt:5]", "max_tokens": 200, "regex": "[0-9]{8}"},
     "choice": {"prompt": "[wt:5]", "max_tokens": 200, "choice": ["yes", "no", "perhaps"]},
     "schema": {
@@ -37,7 +57,7 @@ SAME = {
         "json_schema": json.dumps({"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}),
     },
 }
-KINDS = {"regex": "regex", "choice": "choice", "json_schema": "json"}
+KINDS = {"regex": "regex", "choice": "choice", "json_schema": "json", "json_object": "json_object", "grammar": "grammar"}
 
 
 def as_http(told: dict[str, Any]) -> dict[str, Any]:
@@ -263,6 +283,35 @@ async def test_embeddings_are_those_of_http() -> None:
         assert (await refused(server, request())).code() is grpc.StatusCode.INVALID_ARGUMENT
         with pytest.raises(grpc.aio.AioRpcError, match="tokenized"):
             await server.stub.Embed(pb.EmbedRequest())
+
+
+async def test_a_client_that_leaves_an_embedding_frees_it() -> None:
+    async with grpc_live(runner="pooling", convert="embed", pacing__ttft_ns=FOREVER_NS) as server:
+        call = server.stub.Embed(pb.EmbedRequest(tokenized=pb.TokenizedInput(input_ids=[100, 101])))
+        await server.live.until(lambda: server.live.states() == ["prefill"])
+        call.cancel()
+        await server.live.until(lambda: server.live.states() == [])
+        await server.live.until(lambda: len(server.live.server.jobs) == 0)
+
+
+async def test_a_rank_is_where_the_caller_sends_it() -> None:
+    async with grpc_live(data_parallel_size=2, pacing__itl_ns=FOREVER_NS) as server:
+        told = request()
+        told.data_parallel_rank = 1
+        call = server.stub.Generate(told)
+        engines = server.live.server.engines
+        await server.live.until(lambda: [len(list(engine.live())) for engine in engines] == [0, 1])
+        call.cancel()
+        await server.live.until(lambda: not list(engines[1].live()))
+
+
+async def test_a_paused_engine_is_unavailable() -> None:
+    async with grpc_live() as server:
+        server.live.server.engine.control.paused = "abort"
+        assert (await server.stub.GetServerInfo(pb.GetServerInfoRequest())).is_paused
+        assert (await refused(server, request())).code() is grpc.StatusCode.UNAVAILABLE
+        server.live.server.engine.control.paused = None
+        assert completes(await answer(server, request(max_tokens=2)))
 
 
 async def test_a_text_model_makes_no_embeddings() -> None:

@@ -1,19 +1,25 @@
 """`SglangScheduler` over loopback: the same answers as `/generate`, statuses, departures, aborts, loads, adapters."""
 
+import contextlib
 import json
 from typing import Any
 
 import grpc
 import pytest
 from google.protobuf import json_format
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from smg_grpc_proto.generated import common_pb2 as common
 from smg_grpc_proto.generated import sglang_scheduler_pb2 as pb
 from smg_grpc_proto.generated import sglang_scheduler_pb2_grpc as rpc
+from smg_grpc_proto.generated import vllm_engine_pb2 as vllm_pb
+from smg_grpc_proto.generated import vllm_engine_pb2_grpc as vllm_rpc
 from tests.serve.grpc_live import GrpcServer, answer, chunks, completes, grpc_live, streamed_ids
 from tests.serve.live import FOREVER_NS, PATIENCE_S, RawClient, request_bytes
 
 from windtunnel.core.tokenizer import BuiltinTokenizer
 
+SERVICE = pb.DESCRIPTOR.services_by_name["SglangScheduler"]
 TOKENIZER = BuiltinTokenizer()
 PHASES = {
     "queued": {"sglang__max_running_requests": 1, "pacing__ttft_ns": FOREVER_NS},
@@ -21,6 +27,10 @@ PHASES = {
     "decode": {"pacing__itl_ns": 5_000_000},
 }
 """A running batch ends before an abort takes effect (SGLang reference §5), so that of `decode` must end."""
+
+
+STEPS_TO_FREE = 2
+"""The one at work, which ends, and the one that takes the abort."""
 
 
 def sglang(**values: Any) -> Any:
@@ -52,6 +62,20 @@ SAME: dict[str, tuple[str, dict[str, Any]]] = {
     "choices": ("three [wt:9]", {"max_new_tokens": 12, "n": 3}),
     "minimum": ("[wt:4]", {"max_new_tokens": 400, "min_new_tokens": 300}),
     "regex": ("[wt:5]", {"max_new_tokens": 200, "regex": "[0-9]{8}"}),
+    "schema": (
+        "[wt:5]",
+        {
+            "max_new_tokens": 200,
+            "json_schema": json.dumps({"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}),
+        },
+    ),
+    "structured choices": ("[wt:5]", {"max_new_tokens": 200, "regex": "[a-z]{4}", "n": 2}),
+    "stop kept": ("[wt:5]", {"max_new_tokens": 200, "stop": ["er"], "no_stop_trim": True}),
+    "stop tokens": ("[wt:5]", {"max_new_tokens": 300, "stop_token_ids": list(range(300, 600))}),
+    "penalties": (
+        "many knobs [wt:6]",
+        {"max_new_tokens": 12, "top_p": 0.9, "top_k": 20, "min_p": 0.1, "presence_penalty": 0.5, "repetition_penalty": 1.2},
+    ),
     "stop": ("[wt:5]", {"max_new_tokens": 200, "stop": ["e"]}),
 }
 
@@ -155,8 +179,10 @@ async def test_a_client_that_leaves_frees_its_request(phase: str, mechanism: str
         elif mechanism == "channel":
             await channel.close()
         await live.until(lambda: len(live.server.jobs) == len(quiet))
+        steps = live.server.driver.steps
         if phase != "prefill":
             await live.until(lambda: live.states() == quiet)
+            assert live.server.driver.steps - steps <= STEPS_TO_FREE
         await channel.close()
         del held
 
@@ -219,3 +245,93 @@ async def test_adapters_have_the_ids_that_callers_gave_them() -> None:
         assert not (await server.stub.UnloadLoRAAdapter(wrong)).success
         gone = await server.stub.UnloadLoRAAdapter(pb.UnloadLoRAAdapterRequest(lora_name="poet", lora_id="id-1"))
         assert (gone.success, list(gone.loaded_lora_ids)) == (True, [])
+
+
+async def test_abort_ends_a_queued_stream_and_a_whole_answer() -> None:
+    async with sglang(sglang__max_running_requests=1, pacing__itl_ns=5_000_000) as server:
+        first = server.stub.Generate(request(request_id="first", stream=False), timeout=PATIENCE_S)
+        await server.live.until(lambda: len(server.live.states()) == 1 and server.live.states() != ["queued"])
+        second = server.stub.Generate(request(request_id="second"), timeout=PATIENCE_S)
+        await server.live.until(lambda: len(server.live.states()) == 2)
+        await server.stub.Abort(pb.AbortRequest(request_id="second"))
+        (end,) = completes([message async for message in second])
+        assert (end.finish_reason, list(end.output_ids)) == ("abort", [])
+        await server.stub.Abort(pb.AbortRequest(request_id="first"))
+        (whole,) = completes([message async for message in first])
+        assert (whole.finish_reason, len(whole.output_ids) > 0) == ("abort", True)
+        await server.live.until(lambda: server.live.states() == [])
+
+
+async def test_every_method_of_the_service_is_known() -> None:
+    async with sglang() as server:
+        missing = []
+        for method in SERVICE.methods:
+            call = server.channel.unary_stream(f"/{SERVICE.full_name}/{method.name}")(b"", timeout=PATIENCE_S)
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                async for _ in call:
+                    pass
+            if await call.code() is grpc.StatusCode.UNIMPLEMENTED:
+                missing.append((method.name, await call.details()))
+    assert [name for name, _ in missing] == ["SubscribeKvEvents"]
+    assert "not served over gRPC" in missing[0][1]
+
+
+async def test_what_stands_beside_the_service() -> None:
+    """Health, reflection, the tokenizer's files, the profiler, no vectors, and the other engine's service."""
+    async with sglang() as server:
+        health = health_pb2_grpc.HealthStub(server.channel)
+        for name in ("", SERVICE.full_name):
+            told = await health.Check(health_pb2.HealthCheckRequest(service=name), timeout=PATIENCE_S)
+            assert told.status == health_pb2.HealthCheckResponse.SERVING
+        asked = reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE.full_name)
+        reflection = reflection_pb2_grpc.ServerReflectionStub(server.channel)
+        (described,) = [one async for one in reflection.ServerReflectionInfo(iter([asked]))]
+        assert pb.DESCRIPTOR.serialized_pb in described.file_descriptor_response.file_descriptor_proto
+        assert [piece async for piece in server.stub.GetTokenizer(common.GetTokenizerRequest())][-1].sha256
+        assert (await server.stub.StartProfile(common.StartProfileRequest())).success
+        assert (await server.stub.StopProfile(common.StopProfileRequest())).success
+        for call, code in (
+            (server.stub.Embed(pb.EmbedRequest()), grpc.StatusCode.INVALID_ARGUMENT),
+            (vllm_rpc.VllmEngineStub(server.channel).HealthCheck(vllm_pb.HealthCheckRequest()), grpc.StatusCode.UNIMPLEMENTED),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call
+            assert caught.value.code() is code
+
+
+async def status_of(server: GrpcServer, told: pb.GenerateRequest) -> grpc.StatusCode:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await answer(server, told)
+    return caught.value.code()
+
+
+async def test_statuses_of_limits_and_failures() -> None:
+    async with sglang(limits__body_bytes=1024) as server:
+        assert await status_of(server, request("x" * 9000)) is grpc.StatusCode.RESOURCE_EXHAUSTED
+    async with sglang(failures__rate_percent=100, failures__types=("server_error",)) as server:
+        assert await status_of(server, brief()) is grpc.StatusCode.UNAVAILABLE
+    options = {"sglang__max_queued_requests": 1, "sglang__max_running_requests": 1, "pacing__itl_ns": 5_000_000}
+    async with sglang(**options) as server:
+        held = server.stub.Generate(request())
+        await server.live.until(lambda: len(server.live.states()) == 1 and server.live.states() != ["queued"])
+        queued = server.stub.Generate(request())
+        await server.live.until(lambda: len(server.live.states()) == 2)
+        assert await status_of(server, request()) is grpc.StatusCode.UNAVAILABLE
+        queued.cancel()
+        held.cancel()
+        await server.live.until(lambda: server.live.states() == [])
+
+
+async def _read_on(call: Any) -> None:
+    while await call.read() is not grpc.aio.EOF:
+        pass
+
+
+async def test_after_the_grace_calls_are_cancelled_and_the_engine_is_free() -> None:
+    async with sglang(pacing__itl_ns=5_000_000) as server:
+        call = server.stub.Generate(request(max_new_tokens=20_000))
+        await call.read()
+        await server.front.stop(0.05)
+        await server.live.until(lambda: server.live.states() == [])
+        with pytest.raises(grpc.aio.AioRpcError):
+            await _read_on(call)

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+from pathlib import Path
 
 import grpc
 import openai
@@ -150,6 +151,15 @@ async def test_a_term_lets_streams_of_the_shared_port_end() -> None:
     async with asyncio.timeout(PATIENCE_S):
         _, rest = await process.communicate()
     assert process.returncode == 0, rest.decode()
+
+
+async def test_a_folder_too_deep_for_a_socket_is_a_usage_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deep = tmp_path / ("d" * 120)
+    deep.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(deep))
+    with pytest.raises(UsageError, match="TMPDIR"):
+        async with grpc_live(**SHARED):
+            pass
 
 
 def test_the_flags_of_one_port() -> None:

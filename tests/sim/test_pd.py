@@ -203,7 +203,7 @@ def test_a_policy_file_may_choose_pairs(tmp_path: Any) -> None:
     [
         ({"engines": [{"kind": "sglang", "role": "prefill"}]}, "all unified, or prefill and decode"),
         ({"engines": [{"kind": "sglang"}], "policy": "pd-pairs"}, "needs engines with role prefill"),
-        ({"engines": [{"role": "prefill"}, {"role": "decode"}]}, "vllm can be unified"),
+        ({"engines": [{"role": "prefill"}, {"role": "decode", "kind": "sglang"}]}, "must be of one kind"),
         ({"engines": [{"kind": "sglang"}], "faults": [{"at": "1s", "engine": 0, "kind": "lose_frames"}]}, "needs a prefill"),
         ({"engines": [{"kind": "sglang"}], "faults": [{"at": "1s", "engine": 0, "kind": "sleep"}]}, "cannot sleep"),
         ({"engines": [{"kind": "sglang", "config": {"max_num_seqs": 4}}]}, "engines.config"),
@@ -244,13 +244,14 @@ def _seed(shape: str, *, sound: bool = True) -> int:
     """The first seed with this kind of cluster."""
     for seed in range(1000):
         engines = random_scenario(seed).engines
-        kind = "pd" if engines[0].role == "prefill" else engines[0].kind
+        names = {"vllm": "vllm-pd", "sglang": "pd"}
+        kind = names[engines[0].kind] if engines[0].role == "prefill" else engines[0].kind
         if kind == shape and (kind != "pd" or ("tombstones" in engines[0].disagg) == sound):
             return seed
     raise AssertionError(f"no seed makes {shape}")
 
 
-@pytest.mark.parametrize(("shape", "sound"), [("sglang", True), ("pd", True), ("pd", False)])
+@pytest.mark.parametrize(("shape", "sound"), [("sglang", True), ("pd", True), ("pd", False), ("vllm-pd", True)])
 def test_swarm_seeds_replay(shape: str, sound: bool) -> None:
     seed = _seed(shape, sound=sound)
     first = run_seed(seed)

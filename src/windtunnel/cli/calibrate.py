@@ -8,6 +8,7 @@ import typer
 
 if TYPE_CHECKING:
     from windtunnel.core.profile import Profile
+    from windtunnel.sim.calibrate.fit import Fit
     from windtunnel.sim.calibrate.measured import Run
     from windtunnel.sim.calibrate.prediction import Prediction
 
@@ -35,8 +36,13 @@ def calibrate(
     seed: Annotated[int, typer.Option(min=0, help="Of the search and the predictions")] = 0,
     seeds: Annotated[int, typer.Option(min=1, max=100, help="Predictions are means over so many seeds")] = 5,
     evaluations: Annotated[
-        int, typer.Option(min=1, max=10_000, help="Replays that the search may make for each shape of front end")
-    ] = 60,
+        int,
+        typer.Option(
+            min=1,
+            max=10_000,
+            help="Points that the last descent of the search may try; each shape of front end gets a third before",
+        ),
+    ] = 75,
     scouts: Annotated[
         int, typer.Option(min=0, max=10_000, help="Random points tried before each local search: slower, and surer")
     ] = 0,
@@ -46,7 +52,7 @@ def calibrate(
     """Fit a profile to measured requests, print the goodness of fit, and predict the runs that were left out."""
     from windtunnel.cli.glue import fail
     from windtunnel.core.profile import ProfileError
-    from windtunnel.sim.calibrate.fit import FitError, fit
+    from windtunnel.sim.calibrate.fit import Fit, FitError, fit, unseen
     from windtunnel.sim.calibrate.formats import TraceError
     from windtunnel.sim.calibrate.prediction import predict
     from windtunnel.sim.calibrate.replay import EngineLimits
@@ -59,17 +65,19 @@ def calibrate(
         )
         source = f"{', '.join(path.name for path in traces)}: {', '.join(run.name for run in fitted)}; seed {seed}"
         if profile_file:
-            profile, distance = _load(profile_file), None
+            found = Fit(_load(profile_file), {}, None)
         else:
-            profile, distance = fit(fitted, limits, seed=seed, evaluations=evaluations, say=_say, source=source, scouts=scouts)
+            found = fit(fitted, limits, seed=seed, evaluations=evaluations, say=_say, source=source, scouts=scouts)
+            for doubt in unseen(runs, fitted):
+                _say(doubt)
     except (TraceError, FitError, ProfileError) as error:
         fail(str(error))
     except OSError as error:
         fail(f"{error.filename}: {error.strerror}")
     if out is not None:
-        _write(out, profile)
-    rows = predict(runs, fitted, profile, limits, range(seed + 100, seed + 100 + seeds))
-    _report(profile, distance, rows, as_json=as_json)
+        _write(out, found)
+    rows = predict(runs, fitted, found.of, limits, range(seed + 100, seed + 100 + seeds))
+    _report(found, rows, as_json=as_json)
 
 
 def _load(path: Path) -> "Profile":
@@ -112,28 +120,39 @@ def _read(traces: Sequence[Path], trace_format: str, concurrency: Sequence[int],
     return kept
 
 
-def _write(out: Path, profile: "Profile") -> None:
+def _write(out: Path, found: "Fit") -> None:
+    """One profile of all, and beside it one of each group where there are several."""
     import json
 
-    out.write_text(json.dumps(profile.as_mapping(), indent=1) + "\n", "utf-8")
-    _say(f"wrote {out}")
+    profiles = {out: found.profile}
+    if len(found.groups) > 1:
+        profiles |= {out.with_suffix(f".{name.replace(' ', '-')}{out.suffix}"): one for name, one in found.groups.items()}
+    for path, profile in profiles.items():
+        path.write_text(json.dumps(profile.as_mapping(), indent=1) + "\n", "utf-8")
+        _say(f"wrote {path}")
 
 
-def _report(profile: "Profile", distance: float | None, rows: "Sequence[Prediction]", *, as_json: bool) -> None:
+def _report(found: "Fit", rows: "Sequence[Prediction]", *, as_json: bool) -> None:
     import json
     from dataclasses import asdict
 
-    from windtunnel.sim.calibrate.prediction import markdown
+    from windtunnel.sim.calibrate.prediction import NOISE_MARK, markdown
 
-    left_out = [row for row in rows if not row.fitted]
-    hits = sum(row.hit for row in left_out)
     if as_json:
         table = [{**asdict(row), "error": row.error, "hit": row.hit} for row in rows]
-        typer.echo(json.dumps({"profile": profile.as_mapping(), "distance": distance, "predictions": table}))
+        groups = {name: profile.as_mapping() for name, profile in found.groups.items()}
+        document = {"profile": found.profile.as_mapping(), "groups": groups, "distance": found.distance, "predictions": table}
+        typer.echo(json.dumps(document))
         return
     typer.echo(markdown(rows))
-    typer.echo(f"\nmeasured → predicted, in ms; bold: off by more than 10 % (p50) or 20 % (p99). Fitted on {profile.source}.")
-    if distance is not None:
-        typer.echo(f"Goodness of fit: weighted squared log ratio of quantiles {distance:.4f} (0: equal).")
+    typer.echo(
+        f"\nmeasured → predicted, in ms; bold: off by more than 10 % (p50) or 20 % (p99). Fitted on {found.profile.source}."
+    )
+    typer.echo(f"{NOISE_MARK.strip()} within the measured quantile's 95 % interval, from resampled requests.")
+    if found.distance is not None:
+        typer.echo(f"Goodness of fit: weighted squared log ratio of quantiles {found.distance:.4f} (0: equal).")
+    left_out = [row for row in rows if not row.fitted]
+    missed = [row for row in left_out if not row.hit]
     if left_out:
-        typer.echo(f"Left out: {hits} of {len(left_out)} predictions hit.")
+        doubtful = f"{sum(row.within_sampling_error for row in missed)} of the misses are {NOISE_MARK.strip()}"
+        typer.echo(f"Left out: {len(left_out) - len(missed)} of {len(left_out)} predictions hit; {doubtful}.")

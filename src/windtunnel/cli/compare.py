@@ -31,7 +31,7 @@ def _load(folder: Path) -> dict[str, Any]:
     import json
 
     from windtunnel.cli.glue import fail
-    from windtunnel.lab.report import RESULT_NAME, DocumentError, check_document
+    from windtunnel.lab.report import RESULT_NAME, DocumentError, check_document, is_storm
 
     source = folder / RESULT_NAME
     try:
@@ -41,6 +41,8 @@ def _load(folder: Path) -> dict[str, Any]:
         fail(f"{source}: {error.strerror}")
     except (ValueError, DocumentError) as error:
         fail(f"{source}: {error}")
+    if is_storm(document):
+        fail(f"{source}: one storm; two results of windtunnel experiment run can be compared")
     return document
 
 

@@ -51,6 +51,7 @@ def run(
     aa: Annotated[str | None, typer.Option(help="control or treatment: run this arm against itself")] = None,
     looks: Annotated[int, typer.Option(min=1, max=20, help="Test so often and stop at the first effect; alpha is shared")] = 1,
     plan: Annotated[bool, typer.Option("--plan", help="Print how many trials would be needed, and run nothing")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress; only the result")] = False,
     owned: Annotated[bool, typer.Option("--i-own-this-target", help="Allow arms that are not on this machine")] = False,
 ) -> None:
     """Run an experiment. Exit codes: 0 confirmed, 1 refuted or mixed, 2 usage or environment, 3 inconclusive."""
@@ -63,10 +64,10 @@ def run(
         _print_plan(name, trials)
         return
     commands = {arm: one for arm, one in (("control", control_cmd), ("treatment", treatment_cmd)) if one is not None}
-    options = Options(trials, seed, time_scale, commands, ready_url, owned, aa, looks, out)  # type: ignore[arg-type]  # checked above
+    options = Options(trials, seed, time_scale, commands, ready_url, owned, aa, looks, out, name)  # type: ignore[arg-type]  # checked above
     from windtunnel.lab.verdict import EXIT_CODES
 
-    raise typer.Exit(EXIT_CODES[_run_and_deliver(name, options, as_json=as_json)])
+    raise typer.Exit(EXIT_CODES[_run_and_deliver(name, options, as_json=as_json, quiet=quiet)])
 
 
 def run_and_deliver(name: str, out: Path, trials: int | None, time_scale: float) -> str:
@@ -76,7 +77,7 @@ def run_and_deliver(name: str, out: Path, trials: int | None, time_scale: float)
     return _run_and_deliver(name, Options(trials=trials, out=out, time_scale=time_scale), as_json=False)
 
 
-def _run_and_deliver(name: str, options: "Options", *, as_json: bool) -> str:
+def _run_and_deliver(name: str, options: "Options", *, as_json: bool, quiet: bool = False) -> str:
     from windtunnel.cli.glue import fail, run_stoppable
     from windtunnel.lab.experiment_file import Environment, load
     from windtunnel.lab.target import TargetError
@@ -85,7 +86,7 @@ def _run_and_deliver(name: str, options: "Options", *, as_json: bool) -> str:
         if options.out is not None:
             options.out.mkdir(parents=True, exist_ok=True)
         experiment = load(name)
-        document = run_stoppable(lambda stop: _run(experiment, options, stop))
+        document = run_stoppable(lambda stop: _run(experiment, options, stop, quiet=quiet))
     except (ValueError, OSError, TargetError, Environment) as error:
         fail(str(error))
     _deliver(document, options.out, as_json=as_json)
@@ -95,11 +96,11 @@ def _run_and_deliver(name: str, options: "Options", *, as_json: bool) -> str:
     return verdict
 
 
-async def _run(experiment: "Experiment", options: "Options", stop: Any) -> dict[str, Any]:
+async def _run(experiment: "Experiment", options: "Options", stop: Any, *, quiet: bool) -> dict[str, Any]:
     from windtunnel.lab.experiment import run_experiment
     from windtunnel.lab.progress import experiment_watch
 
-    with experiment_watch(experiment.title) as tell:
+    with experiment_watch(experiment.title, quiet=quiet) as tell:
         return await run_experiment(experiment, options, stop=stop, watch=tell)
 
 

@@ -44,6 +44,8 @@ def run_stoppable(work: "Callable[[asyncio.Event], Awaitable[Result]]") -> Resul
         finally:
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.remove_signal_handler(number)
+                if stop.is_set():
+                    signal.signal(number, signal.SIG_IGN)  # what there is is being written
 
     try:
         return asyncio.run(main())

@@ -10,7 +10,9 @@ def register(app: typer.Typer) -> None:
     app.command("report")(report)
 
 
-def report(folder: Annotated[Path, typer.Argument(help="A folder that experiment run --out has written")]) -> None:
+def report(
+    folder: Annotated[Path, typer.Argument(help="A folder that experiment run --out or storm --out has written")],
+) -> None:
     """Write report.html and junit.xml from result.json."""
     import json
 

@@ -1,5 +1,8 @@
 """`windtunnel storm URL`: one storm against anything that speaks OpenAI."""
 
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -22,6 +25,7 @@ def register(app: typer.Typer) -> None:
 
 
 def storm(
+    context: typer.Context,
     url: Annotated[str, typer.Argument(help="Base URL, such as http://127.0.0.1:8000")],
     model: Annotated[str | None, typer.Option(help="Model name; default: the first of /v1/models")] = None,
     victims: Annotated[int, typer.Option(help="Requests per round whose client leaves")] = 20,
@@ -34,7 +38,9 @@ def storm(
     server_pid: Annotated[
         int | None, typer.Option(help="The server's process: its memory, threads, sockets are watched")
     ] = None,
-    api: Annotated[str, typer.Option(help="completions or chat")] = "completions",
+    api: Annotated[
+        str, typer.Option(help="completions, chat, generate (SGLang's own), messages (Anthropic's) or responses")
+    ] = "completions",
     no_stream: Annotated[bool, typer.Option("--no-stream", help="Victims do not stream; use --when after:… or sent")] = False,
     max_tokens: Annotated[int, typer.Option(help="Tokens that each victim asks for")] = 256,
     prompt_words: Annotated[int, typer.Option(help="Length of each victim's prompt")] = 16,
@@ -50,56 +56,65 @@ def storm(
     max_requests: Annotated[int, typer.Option(help="Limit of requests in all")] = 2_000,
     max_concurrency: Annotated[int, typer.Option(help="Limit of requests at once")] = 256,
     max_duration: Annotated[str, typer.Option(help="Limit of the whole storm")] = "5m",
+    clients: Annotated[int, typer.Option(help="So many processes send the requests; one result")] = 1,
+    on: Annotated[str, typer.Option(help="Where they run: processes, or ray (an existing Ray cluster)")] = "processes",
     owned: Annotated[bool, typer.Option("--i-own-this-target", help="Allow a target that is not this machine")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress; only the result")] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder for result.json, report.html and junit.xml")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be sent, and send nothing")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout")] = False,
 ) -> None:
     """Blow at a server: clients leave, others stay; then say whether anything leaked, hung or was harmed.
 
-    Exit codes: 0 clean, 1 a finding, 2 usage or environment, 3 inconclusive (interrupted, or no client left, so nothing was
-    tried).
+    Exit codes: 0 clean, 1 a finding, 2 usage or environment, 3 inconclusive (interrupted, client process lost, no client left).
+    Ctrl-C ends the storm and reports what there is; a second one gives up at once, with 2.
     """
     from windtunnel.cli.glue import fail, run_stoppable
+    from windtunnel.lab.arms import Stopped
     from windtunnel.lab.experiment_file import Environment, storm_plan, with_settings
     from windtunnel.lab.storm import describe
     from windtunnel.lab.target import TargetError, check_hosts
 
     try:
-        values = {
-            "victims": victims,
-            "rounds": rounds,
-            "survivors": survivors,
-            "how": [part.strip() for part in how.split(",")],
-            **_moments(when),
-            "hold": hold,
-            "victim": {"api": api, "prompt_words": prompt_words, "max_tokens": max_tokens, "stream": not no_stream},
-            "survivor": {"api": api, "max_tokens": 64},
-            "bystanders": bystanders,
-            "later": later,
-            "later_request": {"api": api},
-            "sample_every": sample_every,
-            "quiet_deadline": quiet_deadline,
-            "request_timeout": request_timeout,
-            "max_requests": max_requests,
-            "max_concurrency": max_concurrency,
-            "max_duration": max_duration,
-        }
-        plan = storm_plan(with_settings(values, setting or []), seed=seed)
+        plan = storm_plan(with_settings(_values(context.params), setting or []), seed=seed)
         target = _target(url, model, header or [], metrics_url or [], watch or [])
         if dry_run:
             typer.echo(describe(target, plan))
             return
         check_hosts(target, owned=owned)
-        target = _with_model(target, url) if model is None else target
-        result = run_stoppable(lambda stop: _run(target, plan, stop, server_pid))
-    except (ValueError, TargetError, Environment) as error:
+        if out is not None:
+            out.mkdir(parents=True, exist_ok=True)
+        blow = partial(_run, target, plan, pid=server_pid, find=model is None, quiet=quiet)
+        target, result = run_stoppable(blow)
+    except Stopped:
+        typer.echo("windtunnel: interrupted before the storm began", err=True)
+        raise typer.Exit(INCONCLUSIVE) from None
+    except (ValueError, OSError, TargetError, Environment) as error:
         fail(str(error))
-    _show(target, result, as_json=as_json)
+    _show(target, result, out, as_json=as_json)
 
 
-def _moments(text: str) -> dict[str, Any]:
-    first, *others = (part.strip() for part in text.split(","))
-    return {"when": first, "also": others}
+_AS_THEY_ARE = (
+    "victims rounds survivors hold bystanders later sample_every quiet_deadline request_timeout clients on"
+    " max_requests max_concurrency max_duration"
+).split()
+"""Options that are keys of the table `storm` of an experiment file."""
+
+
+def _values(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The table `storm` of an experiment file that these options mean."""
+    first, *others = (part.strip() for part in options["when"].split(","))
+    api = {"api": options["api"]}
+    victim = {"prompt_words": options["prompt_words"], "max_tokens": options["max_tokens"], "stream": not options["no_stream"]}
+    return {
+        **{name: options[name] for name in _AS_THEY_ARE},
+        "how": [part.strip() for part in options["how"].split(",")],
+        "when": first,
+        "also": others,
+        "victim": {**api, **victim},
+        "survivor": {**api, "max_tokens": 64},
+        "later_request": api,
+    }
 
 
 def _target(url: str, model: str | None, headers: list[str], metrics: list[str], watch: list[str]) -> "Target":
@@ -110,16 +125,6 @@ def _target(url: str, model: str | None, headers: list[str], metrics: list[str],
     return make_target(url, model or "MODEL", headers=pairs, metrics_urls=metrics, watch=watch)
 
 
-def _with_model(target: "Target", url: str) -> "Target":
-    """The target with the first model that it lists."""
-    import asyncio
-    from dataclasses import replace
-
-    from windtunnel.lab.target import find_model
-
-    return replace(target, model=asyncio.run(find_model(url, target.headers)))
-
-
 def _header(line: str) -> tuple[str, str]:
     name, colon, value = line.partition(":")
     if not colon or not name.strip() or "\n" in line or "\r" in line:
@@ -127,27 +132,37 @@ def _header(line: str) -> tuple[str, str]:
     return name.strip().lower(), value.strip()
 
 
-async def _run(target: "Target", plan: "StormPlan", stop: Any, pid: int | None) -> "StormResult":
+async def _run(
+    target: "Target", plan: "StormPlan", stop: Any, *, pid: int | None, find: bool, quiet: bool
+) -> tuple["Target", "StormResult"]:
+    """The storm; with `find` the model is the first that the target lists. Raises Stopped."""
+    from dataclasses import replace
+
+    from windtunnel.lab.arms import unless_stopped
     from windtunnel.lab.progress import storm_watch
     from windtunnel.lab.storm import run_storm
+    from windtunnel.lab.target import find_model
 
-    with storm_watch() as tell:
-        return await run_storm(target, plan, stop=stop, on_event=tell, pid=pid)
+    if find:
+        target = replace(target, model=await unless_stopped(find_model(target.origin.url, target.headers), stop))
+    with storm_watch(quiet=quiet) as watch:
+        return target, await run_storm(target, plan, stop=stop, on_event=watch.event, on_view=watch.view, pid=pid)
 
 
-def _show(target: "Target", result: "StormResult", *, as_json: bool) -> None:
+def _show(target: "Target", result: "StormResult", out: Path | None, *, as_json: bool) -> None:
     import json
     import shlex
     import sys
 
     from windtunnel.lab.document import storm_report
     from windtunnel.lab.progress import print_storm
+    from windtunnel.lab.report import write_all
 
     document = storm_report(target, result, reproduce=shlex.join(["windtunnel", *sys.argv[1:]]))
+    if out is not None:
+        write_all(document, out)
     if as_json:
         typer.echo(json.dumps(document, indent=2, allow_nan=False))
     else:
-        print_storm(document)
-    victims = document["victims"]
-    untried = result.interrupted or not victims["left"]
-    raise typer.Exit(FINDING if document["findings"] else INCONCLUSIVE if untried else OK)
+        print_storm(document, out)
+    raise typer.Exit(FINDING if document["findings"] else INCONCLUSIVE if result.untried else OK)

@@ -40,6 +40,14 @@ class Engine(Protocol):
         """
         ...
 
+    def release(self, request_ids: Sequence[str], now_ns: int) -> None:
+        """These, submitted with `UNTIL_RELEASED`, may run. Unknown ids and those that do not wait for it are no-ops."""
+        ...
+
+    def delay_step(self, by_ns: int) -> None:
+        """The step under way, if any, ends so much later: something else has taken the processor."""
+        ...
+
     def next_event_at(self) -> int | None:
         """When `advance` next has something to do; None while idle."""
         ...

@@ -23,12 +23,21 @@ class Submission(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Tokens of one sequence, written to its client at one time."""
+    """Outputs of one sequence, written to its client at one time."""
 
     key: str
-    tokens: int
+    outputs: int
     at_ns: int
     last: bool
+
+
+class Turn(NamedTuple):
+    """What came of one turn of the loop."""
+
+    submissions: list[Submission]
+    chunks: list[Chunk]
+    request_work_ns: float
+    """Spent on requests, their way to the engine included."""
 
 
 class _Incoming:
@@ -57,7 +66,7 @@ class Frontend:
         self._arrivals.append((at_ns, _Incoming(key, work_ns / costs.turns, costs.turns)))
 
     def take_outputs(self, outputs: Sequence[tuple[str, bool]], at_ns: int) -> None:
-        """One token for each (key, is its last) from a step that ended at `at_ns`."""
+        """One output for each (key, is its last) from a step that ended at `at_ns`."""
         self._batches.append((at_ns, outputs))
 
     def next_event_at(self) -> int | None:
@@ -67,22 +76,23 @@ class Frontend:
         heads = [queue[0][0] for queue in (self._arrivals, self._batches) if queue]
         return max(self._free_ns, min(heads)) if heads else None
 
-    def turn(self) -> tuple[list[Submission], list[Chunk]]:
+    def turn(self) -> Turn:
         """Run the turn that `next_event_at` announced. Its results may lie later than its start."""
         start_ns = self.next_event_at()
         assert start_ns is not None, "the front end has nothing to do"
         clock_ns, submissions = self._serve_incoming(start_ns)
-        tokens, last = self._merge(start_ns)
+        request_work_ns = clock_ns - start_ns + self._costs.handover_ns * len(submissions)
+        outputs, last = self._merge(start_ns)
         chunks = []
-        if tokens:
+        if outputs:
             clock_ns += self._costs.step_ns
-        for key, count in tokens.items():
+        for key, count in outputs.items():
             clock_ns += self._costs.chunk_ns
             chunks.append(Chunk(key, count, round(clock_ns), key in last))
             if key in last:
                 clock_ns += self._costs.chunk_ns * ENDING_WRITES
         self._free_ns = round(clock_ns)
-        return submissions, chunks
+        return Turn(submissions, chunks, request_work_ns)
 
     def _serve_incoming(self, start_ns: int) -> tuple[float, list[Submission]]:
         while self._arrivals and self._arrivals[0][0] <= start_ns:
@@ -99,14 +109,14 @@ class Frontend:
         return clock_ns, submissions
 
     def _merge(self, start_ns: int) -> tuple[dict[str, int], set[str]]:
-        tokens: dict[str, int] = {}
+        outputs: dict[str, int] = {}
         last = set()
         while self._batches and self._batches[0][0] <= start_ns:
             for key, ends in self._batches.popleft()[1]:
-                tokens[key] = tokens.get(key, 0) + 1
+                outputs[key] = outputs.get(key, 0) + 1
                 if ends:
                     last.add(key)
-        return tokens, last
+        return outputs, last
 
 
 ENDING_WRITES = 3

@@ -9,8 +9,8 @@ Rules this file lives by:
 
 The vLLM names (§5.3 of the vLLM reference) and the SGLang queues (§3 of the SGLang reference) map onto these states:
 `DEFERRED` is WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR, a LoRA slot or a grammar queue; `TRANSFERRING` is
-WAITING_FOR_REMOTE_KVS or the decode's transfer queue; `INFLIGHT` is the prefill's inflight queue or blocks held for a
-decode node.
+WAITING_FOR_REMOTE_KVS or the decode's transfer queue; `INFLIGHT` is the prefill's inflight queue. A vLLM prefill's request
+has finished when its blocks are held for a decode: holds are no sequences.
 """
 
 from collections.abc import Mapping

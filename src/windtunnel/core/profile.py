@@ -113,6 +113,8 @@ class FrontendCosts:
     """For the first request after the engine was idle: it sleeps and must be woken."""
     handover_ns: float = 0.0
     """Between front end and engine, both ways together: it takes time but not the loop's."""
+    contention: float = 0.0
+    """Share of the work on a request that the steps under way lose to it: front end and engine share the machine's cores."""
     turns: int = 1
     """Turns of the loop that a request needs: how long it waits behind other work."""
 
@@ -178,33 +180,42 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
 
 
+def at_speed(profile: Profile, speed: float) -> Profile:
+    """Every duration divided by `speed`."""
+    if speed == 1:
+        return profile
+    sections = {name: _at_speed(getattr(profile, name), speed) for name in _SECTIONS}
+    return replace(profile, **sections)
+
+
+def _at_speed(section: Any, speed: float) -> Any:
+    durations = {item.name: getattr(section, item.name) for item in fields(section) if item.name.endswith("_ns")}
+    scaled = {
+        name: tuple(one / speed for one in value) if isinstance(value, tuple) else value / speed
+        for name, value in durations.items()
+    }
+    return replace(section, **scaled)
+
+
 class ProfilePacing:
-    """The step model of a profile as a `Pacing`; every duration is divided by `speed`. Owns its noise streams."""
+    """The step model of a profile as a `Pacing`. Owns its noise streams."""
 
     lock_step: ClassVar[bool] = True
 
-    def __init__(self, profile: Profile, draws: Draws, speed: float = 1.0) -> None:
+    def __init__(self, profile: Profile, draws: Draws) -> None:
         self.profile = profile
-        self._speed = speed
         self._step_noise = NoiseStream(profile.step_noise, draws)
         self._further_noise = NoiseStream(replace(profile.step_noise, lasting=0.0), draws)
-        self._request_noise = NoiseStream(profile.request_noise, draws)
 
     def step_ns(self, plan: StepPlan) -> int:
         costs = self.profile.step
         spent_ns = costs.step_ns(plan) + self._step_noise.draw()
         if factor := costs.noise_factor(plan):
             spent_ns += factor * self._further_noise.draw()
-        return max(0, round(spent_ns / self._speed))
+        return max(0, round(spent_ns))
 
     def first_token_ns(self, prompt_tokens: int, cached_tokens: int, load: float = 0.0) -> int:
         return 0
 
     def next_token_ns(self, load: float = 0.0) -> int:
         return 0
-
-    def request_ns(self, prompt_tokens: int) -> int:
-        """What lies between a request's arrival and the engine while the front end has nothing else to do."""
-        costs = self.profile.frontend
-        spent_ns = costs.request_ns + costs.prompt_token_ns * prompt_tokens
-        return round((spent_ns + max(0.0, costs.handover_ns + self._request_noise.draw())) / self._speed)

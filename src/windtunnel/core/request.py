@@ -4,6 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+UNTIL_RELEASED = 1 << 62
+"""`EngineRequest.deferred_until_ns` of a request that a front end still holds: it waits for `Engine.release`."""
+
 
 class TokenSource(Protocol):
     """What one sequence "generates". A pure function of position, so a preempted sequence continues unchanged."""
@@ -77,7 +80,7 @@ class EngineRequest:
     data_parallel_rank: int | None = None
     session_id: str | None = None
     deferred_until_ns: int = 0
-    """Not schedulable before this time (grammar compilation); the request counts as deferred."""
+    """Not schedulable before this time (grammar compilation); the request counts as deferred. See also `UNTIL_RELEASED`."""
     prompt_hashes: Sequence[bytes] = ()
     """Hashes of the prompt's full blocks, made beforehand (`BlockHasher.in_parts`) so that a long prompt stalls nobody.
 

@@ -17,6 +17,7 @@ BUILT_IN: Mapping[str, str] = {
     "kv-status": "scenarios.kv_status",
     "pooled-response": "scenarios.pooled_response",
     "lease-reaper": "examples.lease_reaper",
+    "remote-load": "examples.remote_load",
     "metadata-slots": "examples.metadata_slots",
     "n-admission": "examples.n_admission",
 }

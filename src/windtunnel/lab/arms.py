@@ -10,15 +10,17 @@ import shlex
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 from windtunnel.core.units import MS, S, format_duration, parse_duration_ns
 from windtunnel.lab.connection import ConnectionCut, MalformedResponse, Origin, fetch, parse_origin
 from windtunnel.lab.experiment_file import Arm, Environment
 
+Result = TypeVar("Result")
 READY_POLL_NS = 50 * MS
 TERM_PATIENCE_NS = 5 * S
 EXIT_GRACE_NS = 50 * MS
@@ -35,6 +37,20 @@ _PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
 
 class Stopped(Exception):
     """The run was stopped while a server was being waited for."""
+
+
+async def unless_stopped(work: Coroutine[Any, Any, Result], stop: asyncio.Event) -> Result:
+    """What `work` returns. Raises Stopped, with the work cancelled, when `stop` is set before."""
+    working, stopping = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise Stopped
+        return working.result()
+    finally:
+        for task in (working, stopping):
+            task.cancel()
+        await asyncio.gather(working, stopping, return_exceptions=True)
 
 
 @dataclass(frozen=True, slots=True)

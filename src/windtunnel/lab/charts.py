@@ -169,9 +169,10 @@ def _label(event: Document) -> str:
 
 
 def _summary(trial: Document) -> str:
+    name = f"{trial['arm']}, trial {trial['trial']}" if "trial" in trial else "storm"
     bystanders, later = trial["bystanders"], trial["later_streams"]
     return (
-        f"{trial['arm']}, trial {trial['trial']}: {bystanders['harmed']} of {bystanders['sent']} bystanders harmed,"
+        f"{name}: {bystanders['harmed']} of {bystanders['sent']} bystanders harmed,"
         f" {later['complete']} of {later['sent']} later streams complete"
     )
 

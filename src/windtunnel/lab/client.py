@@ -3,11 +3,13 @@
 import asyncio
 import json
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from windtunnel.lab.connection import GRPC, HTTP2, Connection, ConnectionCut, How, MalformedResponse, Origin, fetch
+from windtunnel.lab.dialects import DIALECTS
 from windtunnel.lab.plan import Api, Moment, Trigger
 from windtunnel.lab.record import Ask, End, Lag, StreamRecord
 from windtunnel.lab.target import Target
@@ -38,6 +40,8 @@ class Session:
     notes: dict[str, None] = field(default_factory=dict)
     """What whoever reads the result should know, once each."""
     last_closed_ns: int = 0
+    stages: Counter[str] = field(default_factory=Counter)
+    """How many open requests are in which stage (`incomplete`, `sent`, `head`, `tokens`)."""
     lags: list[Lag] = field(default_factory=list)
     """When the lab itself was late (`pulse`)."""
 
@@ -48,6 +52,16 @@ class Session:
 
     def now_ns(self) -> int:
         return time.monotonic_ns() - self.start_ns
+
+    def came(self, ask: Ask) -> None:
+        """A request is about to be sent, here or by another process of the lab."""
+        self.clients += ask.n
+        self.asked += ask.n
+        self.opened += 1
+
+    def went(self, ask: Ask, ended_ns: int) -> None:
+        self.clients -= ask.n
+        self.last_closed_ns = max(self.last_closed_ns, ended_ns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +84,14 @@ class Leave:
 class Gate:
     """Lets nobody go before all have come. Whoever ends early counts as come; after `timeout_ns` everybody may go."""
 
-    def __init__(self, expected: int, timeout_ns: int) -> None:
+    def __init__(self, expected: int, timeout_ns: int, opened: asyncio.Event | None = None) -> None:
         self._missing = expected
-        self._timeout_ns = timeout_ns
-        self._open = asyncio.Event()
+        self.timeout_ns = timeout_ns
+        self._open = opened or asyncio.Event()
+
+    @property
+    def is_open(self) -> bool:
+        return self._open.is_set()
 
     def count_in(self) -> None:
         self._missing -= 1
@@ -82,7 +100,7 @@ class Gate:
 
     async def passed(self) -> None:
         try:
-            async with asyncio.timeout(self._timeout_ns / 1e9):
+            async with asyncio.timeout(self.timeout_ns / 1e9):
                 await self._open.wait()
         except TimeoutError:
             self._open.set()
@@ -90,13 +108,7 @@ class Gate:
 
 def request_body(target: Target, ask: Ask) -> bytes:
     """The JSON of a request, as it is sent."""
-    prompt: dict[str, Any] = (
-        {"messages": [{"role": "user", "content": ask.prompt}]} if ask.api is Api.CHAT else {"prompt": ask.prompt}
-    )
-    options = {"max_tokens": ask.max_tokens, "temperature": 0, "ignore_eos": True, "stream": ask.stream}
-    if ask.n > 1:
-        options |= {"n": ask.n, "temperature": 1}  # greedy decoding takes one choice only (vLLM reference §2.2)
-    return json.dumps({"model": target.model, **prompt, **options}).encode()
+    return json.dumps({**DIALECTS[ask.api].body(target.model, ask), "stream": ask.stream}).encode()
 
 
 def described(target: Target, ask: Ask) -> str:
@@ -109,9 +121,7 @@ def described(target: Target, ask: Ask) -> str:
 async def run_request(session: Session, ask: Ask, leave: Leave | None = None) -> StreamRecord:
     """Send one request and follow it to its end, or leave it as `leave` says. Every failure of the target is a value."""
     recorder = _Recorder(session, ask)
-    session.clients += ask.n
-    session.asked += ask.n
-    session.opened += 1
+    session.came(ask)
     try:
         async with asyncio.timeout(session.timeout_ns / 1e9):
             await _exchange(session, recorder, leave)
@@ -124,8 +134,8 @@ async def run_request(session: Session, ask: Ask, leave: Leave | None = None) ->
     except OSError as error:
         recorder.failed(End.REFUSED, str(error))
     finally:
-        session.clients -= ask.n
-        session.last_closed_ns = session.now_ns()
+        session.went(ask, session.now_ns())
+        session.stages[recorder.stage] -= 1
         if leave is not None and leave.gate is not None and not recorder.at_gate:
             leave.gate.count_in()
     return recorder.record()
@@ -145,7 +155,7 @@ async def _exchange(session: Session, recorder: "_Recorder", leave: Leave | None
             await _go(connection, recorder, leave, None)
             return
         await connection.send(recorder.ask)
-        recorder.state = "sent"
+        recorder.enter("sent")
         reading = asyncio.ensure_future(connection.read(recorder))
         try:
             await (reading if leave is None or leave.by_itself else _until_leaving(connection, recorder, leave, reading))
@@ -241,7 +251,7 @@ async def _abort_by_id(recorder: "_Recorder") -> None:
     """Ask the target to abort this request. vLLM wants the engine's id: for completions that is `ID-0` (reference §1.4)."""
     session, ask = recorder.session, recorder.ask
     kind = session.kind if session.kind in _ABORT_ROUTES else "vllm"
-    prefix = {Api.COMPLETIONS: "cmpl-", Api.CHAT: "chatcmpl-"}[ask.api]
+    prefix = {Api.COMPLETIONS: "cmpl-", Api.CHAT: "chatcmpl-", Api.RESPONSES: "resp_"}.get(ask.api, "")
     request_id = recorder.response_id or prefix + ask.request_id
     if kind == "vllm" and ask.api is Api.COMPLETIONS:
         request_id += "-0"
@@ -398,7 +408,8 @@ class _Recorder:
     def __init__(self, session: Session, ask: Ask) -> None:
         self.session = session
         self.ask = ask
-        self.state = "incomplete"
+        self.stage = "incomplete"
+        session.stages[self.stage] += 1
         self.target_state: str | None = None
         """The state that the target was last seen in; words may have come since."""
         self.enough = asyncio.Event()
@@ -418,14 +429,24 @@ class _Recorder:
         self._left: tuple[str, int, int, str] | None = None
         self._due_ns: int | None = None
         self._finished: set[int] = set()
+        self._reader = DIALECTS[ask.api].reader()
         self.response_id: str | None = None
         self.gone_ns: int | None = None
         """Where it leaves before its connection ends."""
 
+    @property
+    def state(self) -> str:
+        return f"tokens:{len(self._frame_ns)}" if self._frame_ns else self.stage
+
+    def enter(self, stage: str) -> None:
+        self.session.stages[self.stage] -= 1
+        self.session.stages[stage] += 1
+        self.stage = stage
+
     def head(self, status: int) -> None:
         self._status = status
         self._head_ns = self.session.now_ns()
-        self.state = "head"
+        self.enter("head")
         self.head_seen.set()
 
     def frame(self, frame: bytes) -> None:
@@ -437,7 +458,8 @@ class _Recorder:
         if data == b"[DONE]":
             self._done = True
             return
-        payload = _object(data)
+        payload = self._reader.event(_object(data))
+        self._done = self._done or bool(payload.get("done"))
         if payload.get("error") is not None:
             self._end = End.ERROR_FRAME
             self.error = _shorten(data)
@@ -455,8 +477,9 @@ class _Recorder:
         text = choice.get("text") or delta.get("content") or delta.get("reasoning") or ""
         if text:
             self._texts.append(text)
+            if not self._frame_ns:
+                self.enter("tokens")
             self._frame_ns.append(self.session.now_ns())
-            self.state = f"tokens:{len(self._frame_ns)}"
         self._finish_reason = choice.get("finish_reason") or self._finish_reason
         if self.tokens_wanted and len(self._frame_ns) >= self.tokens_wanted:
             self.enough.set()
@@ -464,7 +487,7 @@ class _Recorder:
                 self.on_enough()
 
     def whole_answer(self, body: bytes) -> None:
-        payload = _object(body)
+        payload = self._reader.whole(_object(body, or_list=self.ask.api is Api.GENERATE))
         for choice in payload.get("choices") or ():
             self.choice(choice)
         self._done = True
@@ -530,11 +553,14 @@ class _Recorder:
         )
 
 
-def _object(data: bytes) -> dict[str, Any]:
+def _object(data: bytes, *, or_list: bool = False) -> dict[str, Any]:
+    """A JSON object; with `or_list` a list of them becomes `{"list": …}`."""
     try:
         payload = json.loads(data)
     except ValueError:
         raise MalformedResponse(f"not JSON: {_shorten(data)!r}") from None
+    if or_list and isinstance(payload, list):
+        payload = {"list": payload}
     if not isinstance(payload, dict):
         raise MalformedResponse(f"not a JSON object: {_shorten(data)!r}")
     return payload

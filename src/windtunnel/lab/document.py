@@ -1,9 +1,11 @@
 """A storm as a JSON document: what experiments, reports and CI read. Plain dictionaries; the schema is in `schema/`."""
 
+import os
 import platform
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
+from datetime import UTC, datetime, timedelta
 from enum import Enum
 from typing import Any
 
@@ -26,6 +28,7 @@ def storm_document(result: StormResult) -> dict[str, Any]:
     """All of a storm that a reader needs, times in seconds from its start."""
     return {
         "engine_kind": result.kind,
+        "server": dict(result.server),
         "oracle": result.oracle,
         "victims": _victims(result),
         "bystanders": _bystanders(result),
@@ -44,6 +47,7 @@ def storm_document(result: StormResult) -> dict[str, Any]:
         "process": _process(result.samples),
         "direct": asdict(result.direct) if result.direct else None,
         "drain": _drain(result),
+        "clients": _clients(result),
         "phases": [
             {"name": phase.name, "start_s": _seconds(phase.started_ns), "end_s": _seconds(phase.ended_ns)}
             for phase in result.phases
@@ -51,20 +55,24 @@ def storm_document(result: StormResult) -> dict[str, Any]:
         "events": _events(result),
         "findings": finding_documents(find(result)),
         "interrupted": result.interrupted,
+        "untried": result.untried,
         "notes": [*result.notes, *doubts(result)],
     }
 
 
 def storm_report(target: Target, result: StormResult, *, reproduce: str | None = None) -> dict[str, Any]:
     """The document of one storm by itself, with keys and personal data removed; schema `storm.schema.json`."""
+    started_at = datetime.now(UTC) - timedelta(microseconds=max((phase.ended_ns for phase in result.phases), default=0) / 1e3)
     document = {
         "format": 1,
+        "started_at": started_at.isoformat(timespec="seconds"),
         "target": target.origin.url,
         "model": target.model,
         "metrics_urls": [f"{url.origin.url}{url.path}" for url in target.metrics],
         **storm_document(result),
         "storm": plan_document(result.plan),
         "versions": versions(),
+        "environment": environment(),
         **({"reproduce": reproduce} if reproduce else {}),
     }
     cleaned: dict[str, Any] = redact(document, secrets_of(target.headers))
@@ -91,6 +99,11 @@ def versions() -> dict[str, str]:
     return {"windtunnel": windtunnel.__version__, "python": platform.python_version(), "system": system}
 
 
+def environment() -> dict[str, str]:
+    """The machine that the storm was sent from; no names of hosts or people."""
+    return {"kernel": platform.release(), "cpus": str(os.cpu_count()), "implementation": platform.python_implementation()}
+
+
 def finding_documents(findings: Iterable[Finding]) -> list[dict[str, Any]]:
     return [
         {
@@ -115,6 +128,13 @@ def _victims(result: StormResult) -> dict[str, Any]:
         "by_end": dict(Counter(victim.end.value for victim in victims)),
         "late_ms_max": _late_ms(victims),
     }
+
+
+def _clients(result: StormResult) -> dict[str, Any]:
+    lost = [
+        {"name": one.name, "why": one.why, "at_s": _seconds(one.at_ns), "requests": one.requests} for one in result.lost_clients
+    ]
+    return {"processes": result.plan.clients, "on": result.plan.on, "lost": lost}
 
 
 def _late_ms(victims: tuple[StreamRecord, ...]) -> float | None:

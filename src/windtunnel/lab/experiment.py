@@ -17,14 +17,16 @@ from typing import Any
 
 from windtunnel.lab.arms import LOG_LIMIT_NOTE, Running, Stopped, count_patterns, fill, is_cut, running
 from windtunnel.lab.connection import parse_origin
+from windtunnel.lab.document import environment as machine
 from windtunnel.lab.document import plan_document, storm_document, versions
 from windtunnel.lab.experiment_file import Arm, ArmName, Environment, Experiment, Prediction
 from windtunnel.lab.findings import Severity
 from windtunnel.lab.plan import StormPlan, check_target_allowed
 from windtunnel.lab.redact import redact, redact_file, secrets_of
-from windtunnel.lab.storm import StormEvent, run_storm
+from windtunnel.lab.storm import run_storm
 from windtunnel.lab.target import TargetError, check_hosts, find_model, make_target
 from windtunnel.lab.verdict import decide, effect_document, holds, observed
+from windtunnel.lab.view import StormEvent, StormView
 
 FORMAT = 1
 RACE_PATTERN = "race_reports"
@@ -48,6 +50,8 @@ class Options:
     looks: int = 1
     """Test so often, evenly over the trials, and stop at the first significant effect. Each look has alpha / looks."""
     out: Path | None = None
+    source: str | None = None
+    """The name or file that the experiment was loaded by; None: its own name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,7 @@ class Progress:
     total: int
     event: StormEvent | None = None
     document: Mapping[str, Any] | None = None
+    view: StormView | None = None
 
 
 Watcher = Callable[[Progress], None]
@@ -169,9 +174,10 @@ def _tell(
     total: int,
     event: StormEvent | None = None,
     document: Mapping[str, Any] | None = None,
+    view: StormView | None = None,
 ) -> None:
     if watch is not None:
-        watch(Progress(name, trial, done, total, event, document))
+        watch(Progress(name, trial, done, total, event, document, view))
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,14 +191,14 @@ class _Trial:
     logs: Path
     stop: asyncio.Event
 
-    async def run(self, on_event: Callable[[StormEvent], None], *, first: bool) -> dict[str, Any]:
+    async def run(self, tell: Callable[..., None], *, first: bool) -> dict[str, Any]:
         arm = self.experiment.arm(self.name)
         log = self.logs / f"{self.name}-{self.trial + 1}.log"
         seed = self.experiment.seed + self.trial
         plan = self.experiment.plan(self.name, seed=seed, time_scale=self.options.time_scale)
         head = {"trial": self.trial + 1, "arm": self.name, "seed": seed, "time_scale": self.options.time_scale}
         try:
-            document = await self._storm(log, plan, on_event)
+            document = await self._storm(log, plan, tell)
         except Stopped:
             document = {**_empty_trial(), "interrupted": "stopped"}
         except (TargetError, Environment, ValueError) as failure:
@@ -207,15 +213,15 @@ class _Trial:
         redact_file(log, _secrets(self.experiment))
         return {**head, "error": None, **document, "race_reports": races, "log_matches": matches}
 
-    async def _storm(self, log: Path, plan: StormPlan, on_event: Callable[[StormEvent], None]) -> dict[str, Any]:
+    async def _storm(self, log: Path, plan: StormPlan, tell: Callable[..., None]) -> dict[str, Any]:
         arm = self.experiment.arm(self.name)
         if arm.url is not None:
             for url in (arm.url, arm.ready_url or arm.url):
                 check_target_allowed(parse_origin(url).host, owned=self.options.owned)
         async with running(arm, log, time_scale=self.options.time_scale, seed=plan.seed, stop=self.stop) as server:
-            watch = _DeathWatch(server, on_event)
+            watch = _DeathWatch(server, tell)
             try:
-                document = await self._blow(arm, server, plan, watch.on_event)
+                document = await self._blow(arm, server, plan, watch)
             except TargetError:
                 status = await watch.exit_status()
                 if status is None:
@@ -224,27 +230,32 @@ class _Trial:
             status = await watch.exit_status()
             return document if status is None else _died(document, status)
 
-    async def _blow(self, arm: Arm, server: Running, plan: StormPlan, on_event: Callable[[StormEvent], None]) -> dict[str, Any]:
+    async def _blow(self, arm: Arm, server: Running, plan: StormPlan, watch: "_DeathWatch") -> dict[str, Any]:
         model = arm.model or await find_model(server.url, arm.headers)
         sources = [fill(one, port=0, more_ports=server.more_ports, time_scale=1.0, seed=0) for one in arm.metrics_urls]
         target = make_target(server.url, model, headers=arm.headers, metrics_urls=sources, watch=arm.watch)
         check_hosts(target, owned=self.options.owned)
-        return storm_document(await run_storm(target, plan, stop=self.stop, on_event=on_event, pid=server.pid))
+        result = await run_storm(target, plan, stop=self.stop, on_event=watch.on_event, on_view=watch.on_view, pid=server.pid)
+        lost = f"client processes were lost: {result.untried}" if result.lost_clients and not result.interrupted else None
+        return {**storm_document(result), "error": lost}
 
 
 class _DeathWatch:
     """Tells a server that ended by itself from one that the drain has ended."""
 
-    def __init__(self, server: Running, on_event: Callable[[StormEvent], None]) -> None:
+    def __init__(self, server: Running, tell: Callable[..., None]) -> None:
         self._server = server
-        self._on_event = on_event
+        self._tell = tell
         self._drained = False
         self._before_drain: int | None = None
 
     def on_event(self, event: StormEvent) -> None:
         if event.phase == "drain" and self._server.process is not None:
             self._drained, self._before_drain = True, self._server.process.returncode
-        self._on_event(event)
+        self._tell(event)
+
+    def on_view(self, view: StormView) -> None:
+        self._tell(view=view)
 
     async def exit_status(self) -> int | None:
         return self._before_drain if self._drained else await self._server.exit_status()
@@ -269,6 +280,7 @@ def _empty_trial() -> dict[str, Any]:
     none = {"sent": 0, "complete": 0, "lost": 0, "by_end": {}, "text_faults": {}}
     return {
         "engine_kind": None,
+        "server": {},
         "oracle": False,
         "victims": {"sent": 0, "left": 0, "left_in": {}, "by_end": {}},
         "bystanders": {"sent": 0, "non_200": 0, "harmed": 0, "by_status": {}},
@@ -287,10 +299,12 @@ def _empty_trial() -> dict[str, Any]:
         "series": [],
         "queues": {},
         "counters": {},
+        "clients": {"processes": 1, "on": "processes", "lost": []},
         "phases": [],
         "events": [],
         "findings": [],
         "interrupted": None,
+        "untried": "no result",
         "notes": [],
     }
 
@@ -341,6 +355,7 @@ def make_document(
         "started_at": started_at.isoformat(timespec="seconds"),
         "duration_s": round((datetime.now(UTC) - started_at).total_seconds(), 3),
         "versions": versions(),
+        "environment": machine(),
         "reproduce": reproduce(experiment, options),
     }
     cleaned: dict[str, Any] = redact(document, _secrets(experiment))
@@ -375,7 +390,7 @@ def _findings(trials: Mapping[ArmName, list[dict[str, Any]]]) -> list[dict[str, 
 
 def reproduce(experiment: Experiment, options: Options) -> str:
     """The command that runs this again, as a person would type it."""
-    words = ["windtunnel", "experiment", "run", experiment.name]
+    words = ["windtunnel", "experiment", "run", options.source or experiment.name]
     words += ["--trials", str(experiment.trials), "--seed", str(experiment.seed)]
     if options.time_scale != 1.0:
         words += ["--time-scale", f"{options.time_scale:g}"]
@@ -385,6 +400,8 @@ def reproduce(experiment: Experiment, options: Options) -> str:
         words += ["--aa", options.aa]
     if options.looks > 1:
         words += ["--looks", str(options.looks)]
+    if options.owned:
+        words.append("--i-own-this-target")
     if options.ready_url:
         words += ["--ready-url", options.ready_url]
     return shlex.join(words)

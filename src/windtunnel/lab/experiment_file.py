@@ -141,6 +141,8 @@ class StormSection(_Section):
     request_timeout: DurationNs = 30 * S
     actions: tuple[ActionSection, ...] = ()
     oracle: Literal["auto", "on", "off"] = "auto"
+    clients: int = 1
+    on: Literal["processes", "ray"] = "processes"
     max_requests: int = 2_000
     max_concurrency: int = 256
     max_duration: DurationNs = 300 * S
@@ -190,6 +192,8 @@ class StormSection(_Section):
             actions=tuple(Action(one.path, one.at, scaled(one.after), one.method) for one in self.actions),
             oracle=self.oracle,
             seed=seed,
+            clients=self.clients,
+            on=self.on,
             limits=Limits(self.max_requests, self.max_concurrency, self.max_duration),
         )
 

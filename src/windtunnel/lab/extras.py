@@ -41,11 +41,15 @@ class Extras:
 
     @property
     def front(self) -> bool:
-        """Whether the target is not itself one of the metrics sources; a gRPC worker has them on another port."""
+        """Whether the target is a router: one by its own metrics, or not itself one of the metrics sources.
+
+        A gRPC worker has its metrics on another port.
+        """
         origin = self._session.target.origin
         if origin.scheme in GRPC:
             return False
-        return all((url.origin.host, url.origin.port) != (origin.host, origin.port) for url, _ in self._sampler.kinds)
+        here = (origin.host, origin.port)
+        return all(kind.router or (url.origin.host, url.origin.port) != here for url, kind in self._sampler.kinds)
 
     async def learn(self) -> None:
         """Ask some prompts twice; those that are answered alike twice are known."""
@@ -71,6 +75,8 @@ class Extras:
     async def leave_a_worker(self) -> None:
         """Ask the first worker that takes requests without the router, leave, and see how long it runs on."""
         for url, kind in self._sampler.kinds:
+            if kind.router:
+                continue
             for _ in range(DIRECT_ATTEMPTS):
                 left, freed_ns = await self._leave_one(url, kind.cancel_grace_ns)
                 if not left:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from windtunnel.lab.causes import CAUSES, hung
-from windtunnel.lab.conservation import finished_beyond_clients, imbalances
+from windtunnel.lab.conservation import LEASES, finished_beyond_clients, imbalances
 from windtunnel.lab.latency import slowdowns
 from windtunnel.lab.outlived import (
     Outlived,
@@ -124,7 +124,10 @@ def _shorten(evidence: list[str]) -> tuple[str, ...]:
 
 
 def _bystander_error(result: StormResult) -> Iterator[str]:
+    hanging = {stream.ask.tag for stream in result.streams if hung(stream)}  # for `_wedged` to judge
     for one in result.bystanders:
+        if one.tag in hanging or (one.status is None and starved(result.lags, one.sent_ns, one.ended_ns)):
+            continue
         if one.status != one.expect_status or (one.error and not one.fault):
             got = "no status" if one.status is None else f"status {one.status}"
             yield f"{one.kind} at {_s(one.sent_ns)}: {got} instead of {one.expect_status}{_why(one.error)}"
@@ -359,6 +362,13 @@ def _cancel_miscounted(result: StormResult) -> Iterator[str]:
     return iter(imbalances(result))
 
 
+def _lease_expired(result: StormResult) -> Iterator[str]:
+    """Between two samples; the last one that is usable counts."""
+    last = next((sample for sample in reversed(result.samples) if sample.usable and LEASES in sample.counters), None)
+    if last is not None and (rise := last.counters[LEASES] - result.baseline.counters.get(LEASES, 0.0)) > 0:
+        yield f"prefills gave up the KV of {rise:g} requests that no decode had read: it was held for the whole lease"
+
+
 def _drain_timeout(result: StormResult) -> Iterator[str]:
     drain = result.drain
     if drain is None:
@@ -486,6 +496,12 @@ KINDS: tuple[FindingKind, ...] = (
         Severity.LOW,
         "a request that was cancelled is counted twice, as a success, or not at all",
         _cancel_miscounted,
+    ),
+    FindingKind(
+        "lease_expired",
+        Severity.MEDIUM,
+        "a client that leaves between prefill and decode: the decode request is not sent, and only a decode releases a prefill",
+        _lease_expired,
     ),
     FindingKind(
         "retry_storm_amplified",

@@ -131,12 +131,12 @@ def _channel(origin: Origin, address: str, options: list[tuple[str, int]]) -> gr
 
 
 async def look(origin: Origin) -> Worker:
-    """Ask a worker once. Raises Unusable."""
+    """Ask a worker, but not for its tokenizer. Raises Unusable."""
     async with _channel(origin, origin.authority, _UNLIMITED) as channel:
-        return await _worker(channel)
+        return await _worker(channel, with_tokenizer=False)
 
 
-async def _worker(channel: grpc.aio.Channel) -> Worker:
+async def _worker(channel: grpc.aio.Channel, *, with_tokenizer: bool = True) -> Worker:
     vllm = vllm_rpc.VllmEngineStub(channel)
     sglang = sglang_rpc.SglangSchedulerStub(channel)
     asked = (("vllm", vllm, vllm_pb.GetModelInfoRequest()), ("sglang", sglang, sglang_pb.GetModelInfoRequest()))
@@ -150,7 +150,7 @@ async def _worker(channel: grpc.aio.Channel) -> Worker:
                 continue
             break
         model = info.served_model_name or info.model_path
-        return Worker(engine, model, info.max_context_length, await _tokenizer(stub))
+        return Worker(engine, model, info.max_context_length, await _tokenizer(stub) if with_tokenizer else None)
     raise Unusable(f"neither VllmEngine nor SglangScheduler answers: {told}")
 
 

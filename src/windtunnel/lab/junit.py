@@ -19,6 +19,22 @@ def junit_xml(document: Document) -> str:
         _prediction(suite, prediction)
     for finding in document["findings"]:
         _finding(suite, finding)
+    return _text(suite)
+
+
+def storm_junit_xml(document: Document) -> str:
+    """One storm: a testcase that is skipped when the storm proves nothing, and a failure for each finding."""
+    suite = Element("testsuite", name=f"storm {document['target']}", timestamp=document["started_at"])
+    case = SubElement(suite, "testcase", classname="storm", name="the storm ran and its clients left")
+    if document["untried"]:
+        SubElement(case, "skipped", message=document["untried"])
+    for finding in document["findings"]:
+        case = SubElement(suite, "testcase", classname="finding", name=finding["name"])
+        SubElement(case, "failure", message=finding["usual_cause"]).text = "\n".join(finding["evidence"])
+    return _text(suite)
+
+
+def _text(suite: Element) -> str:
     suite.set("tests", str(len(suite)))
     suite.set("failures", str(len(suite.findall("testcase/failure"))))
     suite.set("skipped", str(len(suite.findall("testcase/skipped"))))

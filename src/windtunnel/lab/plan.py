@@ -54,15 +54,31 @@ class Moment(Enum):
 
 
 class Api(Enum):
+    """A request API; how each is spoken is in `lab.dialects`."""
+
     COMPLETIONS = "completions"
     CHAT = "chat"
+    GENERATE = "generate"
+    """SGLang's own."""
+    MESSAGES = "messages"
+    """Anthropic's."""
+    RESPONSES = "responses"
 
     @property
     def path(self) -> str:
-        return {"completions": "/v1/completions", "chat": "/v1/chat/completions"}[self.value]
+        return {"chat": "/v1/chat/completions", "generate": "/generate"}.get(self.value, f"/v1/{self.value}")
+
+    @property
+    def choices(self) -> bool:
+        """Whether a request may ask for several."""
+        return self in (Api.COMPLETIONS, Api.CHAT, Api.GENERATE)
 
 
 _HOWS = ", ".join(how.value for how in How)
+
+
+CLIENTS_LIMIT = 256
+CLIENT_PLACES = ("processes", "ray")
 
 
 class PlanError(ValueError):
@@ -220,6 +236,10 @@ class StormPlan:
     oracle: str = "auto"
     """`on`, `off`, or `auto`: on when the probe before the storm is answered in the oracle's words."""
     seed: int = 0
+    clients: int = 1
+    """So many processes send the requests (`lab.clients`)."""
+    on: str = "processes"
+    """Where they run: `processes` of this machine, or the actors of a `ray` cluster."""
     limits: Limits = field(default_factory=Limits)
 
     @property
@@ -266,7 +286,11 @@ _AT_LEAST = {
     "poll_every_ns": MS,
     "request_timeout_ns": MS,
     "linger_ns": 0,
+    "clients": 1,
 }
+
+
+_CHOICES = {"oracle": ("auto", "on", "off"), "on": CLIENT_PLACES}
 
 
 def check_plan(plan: StormPlan) -> None:
@@ -278,15 +302,14 @@ def check_plan(plan: StormPlan) -> None:
         _check_shape(name, getattr(plan, name))
     if not plan.how:
         raise PlanError(f"how: at least one of {_HOWS}")
-    if plan.oracle not in ("auto", "on", "off"):
-        raise PlanError(f"oracle: {plan.oracle!r} is none of auto, on, off")
+    for name, choices in _CHOICES.items():
+        if getattr(plan, name) not in choices:
+            raise PlanError(f"{name}: {getattr(plan, name)!r} is none of {', '.join(choices)}")
     _check_deadline(plan)
     for trigger in plan.triggers:
         _check_trigger(plan, trigger)
-    if plan.hold and (plan.ramp_ns or plan.burst):
-        raise PlanError("hold: all victims wait for the last, so ramp and burst change nothing; leave them at 0")
-    if plan.hold and 0 < plan.victim_concurrency < plan.victims:
-        raise PlanError("hold: needs all victims at once; leave victim_concurrency at 0")
+    if plan.hold:
+        _check_hold(plan)
     if plan.bystanders and not plan.bystander_kinds:
         raise PlanError("bystander_kinds: empty, but bystanders are asked for")
     _check_limits(plan)
@@ -306,6 +329,8 @@ def check_spoken(plan: StormPlan, scheme: str) -> None:
         if Moment.INCOMPLETE in moments:
             raise PlanError("when: incomplete is for HTTP: a gRPC library sends a request whole")
         return
+    if scheme == "https" and (wrong := hows & _ONLY_HTTP):
+        raise PlanError(f"how: {_named(wrong)} is for plain HTTP: TLS cannot be half closed, and the relay speaks none")
     if How.DEADLINE in hows:
         raise PlanError("how: deadline is for gRPC: a grpc://HOST:PORT target")
     if How.RST_STREAM in hows and scheme not in HTTP2:
@@ -320,6 +345,13 @@ def _check_deadline(plan: StormPlan) -> None:
     by_time = all(trigger.moment is Moment.AFTER for trigger in plan.triggers)
     if How.DEADLINE in plan.how and (plan.hold or not by_time):
         raise PlanError("how: deadline is a time from the start: it needs when after:DURATION and no hold")
+
+
+def _check_hold(plan: StormPlan) -> None:
+    if plan.ramp_ns or plan.burst:
+        raise PlanError("hold: all victims wait for the last, so ramp and burst change nothing; leave them at 0")
+    if 0 < plan.victim_concurrency < plan.victims:
+        raise PlanError("hold: needs all victims at once; leave victim_concurrency at 0")
 
 
 def _check_trigger(plan: StormPlan, trigger: Trigger) -> None:
@@ -344,12 +376,16 @@ def _check_shape(name: str, shape: Shape) -> None:
         raise PlanError(f"{name}.max_tokens: {shape.max_tokens} is not in 1…1000000")
     if not 1 <= shape.n <= 64:
         raise PlanError(f"{name}.n: {shape.n} is not in 1…64")
+    if shape.n > 1 and not shape.api.choices:
+        raise PlanError(f"{name}.n: {shape.api.value} has one choice only")
     if not 1 <= shape.prompt_words <= 1_000_000:
         raise PlanError(f"{name}.prompt_words: {shape.prompt_words} is not in 1…1000000")
 
 
 def _check_limits(plan: StormPlan) -> None:
     limits = plan.limits
+    if plan.clients > CLIENTS_LIMIT:
+        raise PlanError(f"clients: {plan.clients} is over {CLIENTS_LIMIT}")
     if plan.requests > limits.max_requests:
         raise PlanError(f"{plan.requests} requests are over the limit of {limits.max_requests}; raise it with --max-requests")
     if plan.concurrency > limits.max_concurrency:

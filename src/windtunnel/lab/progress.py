@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, RenderableType
+    from rich.text import Text
 
     from windtunnel.lab.experiment import Progress
-    from windtunnel.lab.storm import StormEvent
+    from windtunnel.lab.view import StormEvent, StormView
 
 FILE_WIDTH = 160
 """Of what is not a terminal: no table may lose a number there."""
@@ -23,7 +24,11 @@ _PHASES = {
     "quiet": "waiting for quiet metrics",
     "probe": "asking once more",
     "observe": "observing",
+    "calm": "streams without a storm",
+    "direct": "leaving a worker without the router",
+    "drain": "shutting the server down",
 }
+_STAGES = {"incomplete": "sending", "sent": "waiting for headers", "head": "waiting for text", "tokens": "streaming"}
 
 
 def _console(*, stderr: bool = True) -> "Console":
@@ -35,27 +40,123 @@ def _console(*, stderr: bool = True) -> "Console":
     return console
 
 
+class Watch:
+    """Whoever watches a storm; this one says nothing."""
+
+    def event(self, event: "StormEvent") -> None:
+        """A phase begins."""
+
+    def view(self, view: "StormView") -> None:
+        """How the storm stands, several times a second."""
+
+
+class Lines(Watch):
+    """One line for each phase, finding and lost client, for logs."""
+
+    def __init__(self, console: "Console") -> None:
+        self._console = console
+        self._told: set[str] = set()
+
+    def event(self, event: "StormEvent") -> None:
+        self._console.print(f"{event.at_ns / 1e9:8.2f} s  {_PHASES.get(event.phase, event.phase)}", markup=False)
+
+    def view(self, view: "StormView") -> None:
+        for line in (*_lost_lines(view), *(f"{one.name} ({one.severity.value}): {one.evidence[0]}" for one in view.findings)):
+            if line.partition(":")[0] not in self._told:
+                self._told.add(line.partition(":")[0])
+                self._console.print(f"{view.at_ns / 1e9:8.2f} s  {line}", markup=False)
+
+
+class Screen(Watch):
+    """A picture that is drawn again with each view."""
+
+    def __init__(self, show: "Callable[[RenderableType], None]") -> None:
+        self._show = show
+
+    def view(self, view: "StormView") -> None:
+        self._show(storm_picture(view))
+
+
 @contextmanager
-def storm_watch() -> "Iterator[Callable[[StormEvent], None]]":
+def storm_watch(*, quiet: bool = False) -> Iterator[Watch]:
+    """A live picture on a terminal, plain lines elsewhere, nothing with `quiet`; all of it on stderr."""
     console = _console()
-    with console.status("connecting") as status:
-        yield lambda event: status.update(f"{_PHASES.get(event.phase, event.phase)} [dim]{event.at_ns / 1e9:.1f} s")
+    if quiet:
+        yield Watch()
+    elif not console.is_terminal:
+        yield Lines(console)
+    else:
+        from rich.live import Live
+
+        with Live("connecting", console=console, transient=True, refresh_per_second=8) as live:
+            yield Screen(live.update)
+
+
+def storm_picture(view: "StormView") -> "RenderableType":
+    """Phase, streams by state, gauges against their baseline, and findings as they appear."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    phase = _PHASES.get(view.phase, view.phase)
+    head = Text.assemble((f"{view.at_ns / 1e9:6.1f} s  ", "dim"), (phase, "bold"))
+    head.append(f"   {view.opened} of {view.planned} requests opened", "dim")
+    rows = Table(box=None, show_header=False, pad_edge=False)
+    rows.add_column(style="dim")
+    rows.add_column()
+    rows.add_row("open", _counts({name: view.open_by_stage.get(stage, 0) for stage, name in _STAGES.items()}))
+    rows.add_row("ended", _counts(view.ended))
+    rows.add_row("bystanders", Text(f"{view.bystanders} asked, {view.harmed} harmed", "red" if view.harmed else ""))
+    rows.add_row("gauges", _gauges(view))
+    findings = [
+        Text(f"{one.name} ({one.severity.value}) ×{one.count}: {one.evidence[0]}", f"bold {_SEVERITIES[one.severity.value]}")
+        for one in view.findings
+    ]
+    return Group(head, rows, *(Text(line, "bold red") for line in _lost_lines(view)), *findings)
+
+
+def _lost_lines(view: "StormView") -> list[str]:
+    return [f"{one.name} {one.why}: {one.requests} requests lost" for one in view.lost_clients]
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return "  ".join(f"{name} {count}" for name, count in counts.items() if count) or "none"
+
+
+def _gauges(view: "StormView") -> "Text":
+    """Each gauge, how far it is from its baseline, and in yellow while it is above it."""
+    from rich.text import Text
+
+    parts: list[str | tuple[str, str]] = []
+    for key, (value, base) in view.gauges.items():
+        above = base is not None and value > base
+        change = "" if base is None else f" ({value - base:+g})"
+        parts += [(f"{key} {value:g}{change}", "yellow" if above else "green"), "  "]
+    return Text.assemble(*parts) if parts else Text("none known", "dim")
 
 
 @contextmanager
-def experiment_watch(title: str) -> "Iterator[Callable[[Progress], None]]":
+def experiment_watch(title: str, *, quiet: bool = False) -> "Iterator[Callable[[Progress], None]]":
+    """The picture of the storm in hand, and a line for each trial that has ended; nothing with `quiet`. All on stderr."""
+    from rich.console import Group
+    from rich.live import Live
     from rich.markup import escape
+    from rich.text import Text
 
     console = _console()
+    if quiet:
+        yield lambda _progress: None
+        return
     console.print(f"[bold]{escape(title)}")
-    with console.status("starting") as status:
+    with Live("starting" if console.is_terminal else "", console=console, transient=True, refresh_per_second=8) as live:
 
         def tell(progress: "Progress") -> None:
             head = f"{progress.arm}, trial {progress.trial + 1} [dim]({progress.done + 1} of {progress.total})[/]"
-            if progress.event is not None:
-                status.update(f"{head}: {_PHASES.get(progress.event.phase, progress.event.phase)}")
-            elif progress.document is not None:
+            if progress.document is not None:
+                live.update("")
                 console.print(f"  {head}: {_trial_line(progress.document)}")
+            elif progress.view is not None and console.is_terminal:
+                live.update(Group(Text.from_markup(head), storm_picture(progress.view)))
 
         yield tell
 
@@ -70,7 +171,7 @@ def _trial_line(trial: Mapping[str, Any]) -> str:
     return f"{harmed} of {bystanders['sent']} bystanders harmed, {later['complete']} of {later['sent']} later streams complete"
 
 
-def print_storm(document: Mapping[str, Any]) -> None:
+def print_storm(document: Mapping[str, Any], out: Path | None = None) -> None:
     """A storm in words, on stdout."""
     from rich.markup import escape
 
@@ -82,12 +183,14 @@ def print_storm(document: Mapping[str, Any]) -> None:
     for note in document["notes"]:
         console.print(f"[dim]note: {escape(note)}")
     _print_findings(console, document["findings"])
-    if not victims["left"] and not document["findings"]:
-        console.print("[bold blue]inconclusive[/]: no client left, so nothing was tried")
-    elif not (document["findings"] or document["interrupted"]):
-        console.print(f"[bold green]clean[/]: {bystanders['sent']} bystanders and {later['sent']} later streams unharmed")
     if document["interrupted"]:
-        console.print(f"[bold blue]interrupted[/]: {document['interrupted']}")
+        console.print(f"[bold blue]interrupted[/]: {escape(document['interrupted'])}")
+    elif document["untried"]:
+        console.print(f"[bold blue]inconclusive[/]: {escape(document['untried'])}")
+    elif not document["findings"]:
+        console.print(f"[bold green]clean[/]: {bystanders['sent']} bystanders and {later['sent']} later streams unharmed")
+    if out is not None:
+        console.print(f"report: {out / 'report.html'}")
 
 
 def print_experiment(document: Mapping[str, Any], out: Path | None) -> None:

@@ -103,13 +103,12 @@ def storm(_windtunnel_runner: asyncio.Runner) -> BlowStorm:
 
 
 def assert_clean(result: "StormResult", *, allow: Collection[str] = ()) -> None:
-    """Fails the test with every finding that is not allowed, and when no victim left or the storm was interrupted."""
+    """Fails the test with every finding that is not allowed, and when the storm proves nothing (`StormResult.untried`)."""
     from windtunnel.lab.findings import find
-    from windtunnel.lab.plan import Role
 
-    victims = result.of(Role.VICTIM)
-    if result.interrupted or (victims and not any(victim.left_ns for victim in victims)):
-        pytest.fail(f"the storm tried nothing: {result.interrupted or 'no victim left'}", pytrace=False)
+    asked_for = result.plan.victims or result.interrupted or result.lost_clients
+    if asked_for and result.untried is not None:
+        pytest.fail(f"nothing follows from the storm: {result.untried}", pytrace=False)
     found = [one for one in find(result) if one.name not in allow]
     if found:
         lines = [

@@ -30,6 +30,8 @@ class End(Enum):
     TIMEOUT = "timeout"
     LEFT = "left"
     """The client left on purpose."""
+    CLIENT_DIED = "client_died"
+    """The client process of the lab that held the request has ended: what it saw is not known."""
 
 
 class Damage(Enum):
@@ -189,6 +191,17 @@ class DrainRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class LostClient:
+    """A client process of the lab that ended before the storm did."""
+
+    name: str
+    why: str
+    at_ns: int
+    requests: int
+    """How many requests were at work in it; their records end as `client_died`."""
+
+
+@dataclass(frozen=True, slots=True)
 class StormResult:
     """Everything that one storm left behind."""
 
@@ -220,8 +233,21 @@ class StormResult:
     drain: DrainRecord | None = None
     front: bool = False
     """Whether the target is not itself one of the metrics sources: a router."""
+    server: Mapping[str, str] = field(default_factory=dict)
+    """What the server says about itself (`lab.server_info`)."""
+    lost_clients: tuple[LostClient, ...] = ()
     lags: tuple[Lag, ...] = ()
     notes: tuple[str, ...] = field(default=())
+
+    @property
+    def untried(self) -> str | None:
+        """Why a storm without findings proves nothing: interrupted, a client lost, or no victim left. None: it does."""
+        if self.interrupted:
+            return self.interrupted
+        if self.lost_clients:
+            return "; ".join(f"{one.name} {one.why}, {one.requests} requests lost" for one in self.lost_clients)
+        left = any(victim.left_ns for victim in self.of(Role.VICTIM))
+        return None if left else "no client left, so nothing was tried"
 
     def of(self, *roles: Role) -> tuple[StreamRecord, ...]:
         return tuple(stream for stream in self.streams if stream.ask.role in roles)

@@ -15,7 +15,7 @@ _LEAST_LENGTH = 4
 _URL_USER = re.compile(r"(://)[^/@\s]+@")
 _PATTERNS: tuple[tuple[re.Pattern[str], str], ...] = (
     (
-        re.compile(r"(--[\w-]*(?:key|token|secret|password)[\w-]*[= ]+)(\"[^\"]*\"|'[^']*'|[^\s\"']+)", re.IGNORECASE),
+        re.compile(r"(--[\w-]*(?:(?:key|secret|password)[\w-]*|token)[= ]+)(\"[^\"]*\"|'[^']*'|[^\s\"']+)", re.IGNORECASE),
         rf"\1{REPLACEMENT}",
     ),
     (re.compile(r"\b((?:[A-Z]+_)?(?:API_KEY|TOKEN|SECRET|PASSWORD)=)\S+"), rf"\1{REPLACEMENT}"),

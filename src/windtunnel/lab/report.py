@@ -1,4 +1,4 @@
-"""A result as files: the document itself, one self-contained HTML page, and a JUnit file.
+"""A result as files, of an experiment or of one storm: the document itself, one self-contained HTML page, and a JUnit file.
 
 The page needs no network and no script: drawings are inline SVG, colours follow the reader's light or dark preference.
 """
@@ -7,10 +7,13 @@ import json
 from collections.abc import Iterable, Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from windtunnel.lab.charts import RatePlot, Timeline, percent, rate_plot, shared_scale, timeline
-from windtunnel.lab.junit import junit_xml
+from windtunnel.lab.junit import junit_xml, storm_junit_xml
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 Document = Mapping[str, Any]
 
@@ -27,7 +30,7 @@ _VERDICT_WORDS = {
 
 
 class DocumentError(Exception):
-    """A document that is not an experiment's result; the message names the place."""
+    """A document that is not the result of an experiment or a storm; the message names the place."""
 
 
 def schema(name: str = "experiment") -> dict[str, Any]:
@@ -41,9 +44,15 @@ def check_document(document: object) -> None:
     """Raises DocumentError unless the document has all that a report needs."""
     if not isinstance(document, dict):
         raise DocumentError("not a JSON object")
-    missing = [key for key in schema()["required"] if key not in document]
+    kind = "storm" if is_storm(document) else "experiment"
+    missing = [key for key in schema(kind)["required"] if key not in document]
     if missing:
-        raise DocumentError(f"not the result of an experiment: {missing[0]!r} is missing")
+        raise DocumentError(f"not the result of {'a storm' if kind == 'storm' else 'an experiment'}: {missing[0]!r} is missing")
+
+
+def is_storm(document: Document) -> bool:
+    """One storm by itself, not an experiment."""
+    return "target" in document
 
 
 def write_all(document: Document, folder: Path) -> list[Path]:
@@ -51,16 +60,15 @@ def write_all(document: Document, folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     files = {
         RESULT_NAME: json.dumps(document, indent=2, allow_nan=False) + "\n",
-        REPORT_NAME: html(document),
-        JUNIT_NAME: junit_xml(document),
+        REPORT_NAME: storm_html(document) if is_storm(document) else html(document),
+        JUNIT_NAME: storm_junit_xml(document) if is_storm(document) else junit_xml(document),
     }
     for name, text in files.items():
         (folder / name).write_text(text, "utf-8")
     return [folder / name for name in files]
 
 
-def html(document: Document) -> str:
-    """The whole page."""
+def _template(name: str) -> "Template":
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
@@ -70,11 +78,14 @@ def html(document: Document) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["percent"] = percent
-    environment.filters["number"] = number
-    environment.filters["p_value"] = p_value
-    page = environment.get_template("report.html.jinja")
-    return page.render(
+    filters = (percent, number, p_value, counts, milliseconds)
+    environment.filters.update({one.__name__: one for one in filters})
+    return environment.get_template(name)
+
+
+def html(document: Document) -> str:
+    """The whole page of an experiment."""
+    return _template("report.html.jinja").render(
         document=document,
         verdict=_VERDICT_WORDS[document["verdict"]],
         sentences=sentences(document),
@@ -83,6 +94,40 @@ def html(document: Document) -> str:
         findings=_grouped(document["findings"]),
         trials=[trial for arm in ARMS for trial in document["arms"][arm]["trials"]],
     )
+
+
+def storm_html(document: Document) -> str:
+    """The whole page of one storm."""
+    tone, verdict = storm_verdict(document)
+    roles = ("survivors", "calm", "retries", "later_streams")
+    return _template("storm.html.jinja").render(
+        document=document,
+        verdict=verdict,
+        tone=tone,
+        sentences=_storm_sentences(document),
+        roles=[(role.replace("_", " "), document[role]) for role in roles if document[role]["sent"]],
+        line=timeline(document, shared_scale([document])) if document["series"] else None,
+    )
+
+
+def storm_verdict(document: Document) -> tuple[str, str]:
+    """The colour of a storm's outcome, and the outcome in a word or two."""
+    if document["findings"]:
+        count = len(document["findings"])
+        return "refuted", f"{count} finding{'s' if count > 1 else ''}"
+    return ("inconclusive", "Inconclusive") if document["untried"] else ("confirmed", "Clean")
+
+
+def _storm_sentences(document: Document) -> list[str]:
+    victims, bystanders, later = document["victims"], document["bystanders"], document["later_streams"]
+    quiet = document["quiet_s"]
+    out = [
+        f"{victims['left']} of {victims['sent']} victims left.",
+        f"{bystanders['harmed']} of {bystanders['sent']} bystanders were harmed; {later['complete']} of {later['sent']}"
+        " later streams were complete.",
+        "The metrics never became quiet." if quiet is None else f"The metrics were quiet {quiet:.2f} s after the start.",
+    ]
+    return out + ([f"Inconclusive: {document['untried']}."] if document["untried"] else [])
 
 
 def _rates(document: Document) -> RatePlot | None:
@@ -141,3 +186,11 @@ def number(value: float | int | None) -> str:
 
 def p_value(value: float) -> str:
     return "< 0.0001" if value < 0.0001 else f"= {value:.2g}"
+
+
+def counts(values: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in values.items()) or "–"
+
+
+def milliseconds(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1f} ms"

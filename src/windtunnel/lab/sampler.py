@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
 from windtunnel.lab.client import Session
-from windtunnel.lab.connection import Answer, ConnectionCut, MalformedResponse, fetch
+from windtunnel.lab.connection import GRPC, Answer, ConnectionCut, MalformedResponse, fetch
 from windtunnel.lab.process_facts import process_facts
 from windtunnel.lab.record import Sample
 from windtunnel.lab.target import (
@@ -160,7 +160,8 @@ async def recognise_sources(target: Target) -> list[tuple[MetricsUrl, Kind]]:
         except ScrapeError as error:
             if error.status is not None:
                 continue
-            raise TargetError(f"{url.origin.url}{url.path}: {error}") from error
+            hint = " (name the gRPC worker's metrics with --metrics-url)" if target.origin.scheme in GRPC else ""
+            raise TargetError(f"{url.origin.url}{url.path}: {error}{hint}") from error
     return out
 
 

@@ -13,14 +13,17 @@ the plan's duration limit is reached; cancelling it cancels everything it starte
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 from random import Random
 
+from windtunnel.lab.arms import unless_stopped
 from windtunnel.lab.asks import AskMaker
 from windtunnel.lab.client import Gate, Leave, Session, described, run_request
+from windtunnel.lab.clients import Clients, LocalClients, make_clients
 from windtunnel.lab.connection import ConnectionCut, How, MalformedResponse, fetch
 from windtunnel.lab.extras import Extras
 from windtunnel.lab.oracle_check import Known, check_text, judge
@@ -38,8 +41,10 @@ from windtunnel.lab.plan import (
 from windtunnel.lab.pulse import Pulse
 from windtunnel.lab.record import Ask, BystanderRecord, End, Phase, Sample, StormResult, StreamRecord
 from windtunnel.lab.sampler import Sampler, is_quiet, recognise_sources
+from windtunnel.lab.server_info import OWNERS, server_info
 from windtunnel.lab.states import States
 from windtunnel.lab.target import Target, TargetError
+from windtunnel.lab.view import VIEW_EVERY_NS, Seen, StormEvent, StormView
 
 BASELINE_SAMPLES = 3
 GRACE_FLOOR_NS = 1_000_000_000
@@ -57,50 +62,54 @@ _MODELS_PATH = "/v1/models"
 """What a bystander gets instead of `/metrics` where there are none."""
 
 
-@dataclass(frozen=True, slots=True)
-class StormEvent:
-    """Progress, for whoever watches."""
-
-    at_ns: int
-    phase: str
-    text: str
-
-
 async def run_storm(
     target: Target,
     plan: StormPlan,
     *,
     stop: asyncio.Event | None = None,
     on_event: Callable[[StormEvent], None] | None = None,
+    on_view: Callable[[StormView], None] | None = None,
     pid: int | None = None,
 ) -> StormResult:
-    """Raises PlanError for a bad plan and TargetError when the target does not answer a plain request before the storm.
+    """Raises PlanError for a bad plan, ClientsError for client processes that cannot be had, TargetError when the target does
+    not answer a plain request before the storm, and Stopped when it is stopped before it begins.
 
-    `pid` is the server's process where it is ours to see; a drain needs it.
+    `on_view` is told every `VIEW_EVERY_NS` how the storm stands. `pid` is the server's process where it is ours to see; a drain
+    needs it.
     """
     check_plan(plan)
     check_spoken(plan, target.origin.scheme)
     if plan.drain and pid is None:
         raise PlanError("drain: needs the id of the server's process: --server-pid")
+    stop = stop or asyncio.Event()
     session = Session(target, plan.request_timeout_ns, plan.linger_ns)
-    sampler = Sampler(session, await recognise_sources(target))
-    sampler.pid, session.kind = pid, sampler.kind.name
-    storm = _Storm(session, plan, sampler, on_event or (lambda _event: None))
+    sampler = Sampler(session, await unless_stopped(recognise_sources(target), stop))
+    server = await unless_stopped(server_info(target), stop)
+    sampler.pid = pid
+    session.kind = OWNERS.get(server.get("owned_by", ""), "unknown") if sampler.blind else sampler.kind.name
+    storm = _Storm(session, plan, sampler, server, on_event or (lambda _event: None))
     working = asyncio.create_task(storm.run())
-    stopping = asyncio.create_task((stop or asyncio.Event()).wait())
+    stopping = asyncio.create_task(stop.wait())
+    watching = asyncio.create_task(_watch(storm, on_view))
     limit_s = plan.limits.max_duration_ns / 1e9
     try:
         await asyncio.wait({working, stopping}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
         early = "stopped" if stopping.done() else f"the duration limit of {limit_s:g} s was reached"
         reason = None if working.done() else early
     finally:
-        for task in (working, stopping):
+        for task in (working, stopping, watching):
             task.cancel()
-        await asyncio.gather(working, stopping, return_exceptions=True)
+        await asyncio.gather(working, stopping, watching, return_exceptions=True)
         await storm.close()
     if reason is None:
         working.result()
     return storm.result(reason)
+
+
+async def _watch(storm: "_Storm", on_view: Callable[[StormView], None] | None) -> None:
+    while on_view is not None:
+        on_view(storm.view())
+        await asyncio.sleep(VIEW_EVERY_NS / 1e9)
 
 
 def planned_asks(plan: StormPlan) -> Iterator[Ask]:
@@ -121,7 +130,15 @@ def planned_asks(plan: StormPlan) -> Iterator[Ask]:
 class _Storm:
     """A storm while it runs. Owns all records until `result` freezes them."""
 
-    def __init__(self, session: Session, plan: StormPlan, sampler: Sampler, tell: Callable[[StormEvent], None]) -> None:
+    def __init__(
+        self,
+        session: Session,
+        plan: StormPlan,
+        sampler: Sampler,
+        server: Mapping[str, str],
+        tell: Callable[[StormEvent], None],
+    ) -> None:
+        self.server = server
         self.session = session
         self.plan = plan
         self.sampler = sampler
@@ -133,6 +150,7 @@ class _Storm:
         self.states = States(session, sampler)
         self.pulse = Pulse(session.now_ns, session.lags)
         self.extras = Extras(session, plan, self.maker, self.streams, sampler)
+        self.clients: Clients = LocalClients(session)
         self._next_bystander = count()
         self._baseline: Sample | None = None
         self._oracle = False
@@ -143,11 +161,13 @@ class _Storm:
         self._settled: Sample | None = None
         self._acting: list[asyncio.Task[None]] = []
         self._notes: list[str] = []
+        self._seen = Seen()
 
     async def prepare(self) -> None:
         """Calibrate with one plain request, then read the baseline."""
         with self._phase("baseline"):
             await self._calibrate()
+            self.clients = await make_clients(self.session, self.plan)
             self._baseline = self.states.baseline = await self._read_baseline()
             if any(trigger.moment.of_target for trigger in self.plan.triggers):
                 await self.states.look()
@@ -284,7 +304,9 @@ class _Storm:
     async def _bystander(self) -> None:
         kinds = self.plan.bystander_kinds
         kind = kinds[next(self._next_bystander) % len(kinds)]
-        self.bystanders.append(await (self._bystander_get(kind) if kind.shape is None else self._bystander_generation(kind)))
+        one = await (self._bystander_get(kind) if kind.shape is None else self._bystander_generation(kind))
+        if one is not None:
+            self.bystanders.append(one)
 
     async def _bystander_get(self, kind: BystanderKind) -> BystanderRecord:
         session = self.session
@@ -303,13 +325,16 @@ class _Storm:
             error = str(failure)
         return BystanderRecord(kind.name, sent_ns, session.now_ns(), kind.expect_status, status, error)
 
-    async def _bystander_generation(self, kind: BystanderKind) -> BystanderRecord:
+    async def _bystander_generation(self, kind: BystanderKind) -> BystanderRecord | None:
+        """None when the client process that asked is gone: what the server did is not known."""
         assert kind.shape is not None
         ask = self._ask(Role.BYSTANDER, kind.shape)
-        record = await run_request(self.session, ask)
+        record = await self.clients.run(ask)
         wrong = record.end is not End.FINISHED and record.status == kind.expect_status == 200
         error = record.error if record.status is None or wrong else None
         self.streams.append(record)
+        if record.end is End.CLIENT_DIED:
+            return None
         return BystanderRecord(kind.name, record.started_ns, record.ended_ns, kind.expect_status, record.status, error, ask.tag)
 
     async def _crowd(
@@ -329,7 +354,7 @@ class _Storm:
         await _all([asyncio.create_task(one_client()) for _ in range(min(len(asks), concurrency))])
 
     async def _follow(self, ask: Ask, leave: Leave | None = None) -> None:
-        record = await run_request(self.session, ask, leave)
+        record = await self.clients.run(ask, leave)
         self.streams.append(record)
         if leave is not None and leave.how is How.TIMEOUT_RETRY and record.end is End.LEFT:
             await self._retry(ask, replace(leave, gate=None))
@@ -338,7 +363,7 @@ class _Storm:
         """All further attempts leave like the first, except the last, which stays."""
         for left in reversed(range(self.plan.retries)):
             again = self.maker.again(ask, Role.VICTIM if left else Role.RETRY)
-            record = await run_request(self.session, again, leave if left else None)
+            record = await self.clients.run(again, leave if left else None)
             self.streams.append(record)
             if record.end is not End.LEFT:
                 return
@@ -429,38 +454,64 @@ class _Storm:
         finally:
             self._phases.append(Phase(name, started_ns, self.session.now_ns()))
 
+    def view(self) -> StormView:
+        """How the storm stands. Findings are looked for once a phase, because that reads every record."""
+        last, base = self._last_usable(), self._baseline
+        if self._seen.due(len(self._phases), len(self.streams)):
+            self._seen.look(self.result(None), settled=self._after_probe is not None or self._quiet_ns is not None)
+        gauges = {key: (value, base.gauges.get(key)) for key, value in last.gauges.items()} if last and base else {}
+        return StormView(
+            at_ns=self.session.now_ns(),
+            phase=self.sampler.phase,
+            planned=self.plan.requests,
+            opened=self.session.opened,
+            open_by_stage=dict(self.clients.stages()),
+            ended=dict(Counter(record.end.value for record in self.streams)),
+            bystanders=len(self.bystanders),
+            harmed=sum(one.harmed for one in self.bystanders),
+            gauges=gauges,
+            findings=self._seen.findings,
+            lost_clients=tuple(self.clients.lost),
+        )
+
     async def close(self) -> None:
         """End what may still be at work."""
         for task in self._acting:
             task.cancel()
         await asyncio.gather(*self._acting, return_exceptions=True)
         await self.states.close()
+        await self.clients.close()
         await self.session.links.close()
 
     def result(self, interrupted: str | None) -> StormResult:
-        baseline = self._baseline or Sample(0, "baseline", 0, 0, {}, {}, None, "not read before the storm ended")
         streams = self.streams
         if self._oracle:
             streams = judge(streams, Known(record.ask for record in streams), exact_length=self._exact)
+        return self._result(streams, interrupted)
+
+    def _last_notes(self) -> Iterator[str]:
+        """What is known only at the end."""
         if self.states.missed:
-            self._notes.append(f"{self.states.missed} victims left without having been seen in the state they waited for")
+            yield f"{self.states.missed} victims left without having been seen in the state they waited for"
         if self.sampler.not_numbers:
             names = ", ".join(sorted(self.sampler.not_numbers))
-            self._notes.append(f"{names}: NaN or infinite in some samples, taken as missing there")
-        victims = [record for record in streams if record.ask.role is Role.VICTIM]
+            yield f"{names}: NaN or infinite in some samples, taken as missing there"
+        victims = [record for record in self.streams if record.ask.role is Role.VICTIM]
         if victims and not any(record.left_ns for record in victims):
-            self._notes.append("no victim left: all had ended before their moment came; raise max_tokens or leave earlier")
+            yield "no victim left: all had ended before their moment came; raise max_tokens or leave earlier"
+
+    def _result(self, streams: Sequence[StreamRecord], interrupted: str | None) -> StormResult:
         faults = {record.ask.tag: record.fault for record in streams}
-        bystanders = tuple(replace(one, fault=faults.get(one.tag)) if one.tag else one for one in self.bystanders)
         return StormResult(
             plan=self.plan,
-            kind=self.sampler.kind.name,
+            kind=self.session.kind,
+            server=self.server,
             cancel_grace_ns=grace_ns(self.sampler.kind.cancel_grace_ns, self.plan.time_scale),
             watches=self.sampler.watches(),
-            baseline=baseline,
+            baseline=self._baseline or Sample(0, "baseline", 0, 0, {}, {}, None, "not read before the storm ended"),
             oracle=self._oracle,
             streams=tuple(streams),
-            bystanders=bystanders,
+            bystanders=tuple(replace(one, fault=faults.get(one.tag)) if one.tag else one for one in self.bystanders),
             samples=tuple(self.sampler.samples),
             phases=tuple(self._phases),
             quiet_ns=self._quiet_ns,
@@ -472,8 +523,9 @@ class _Storm:
             direct=self.extras.direct,
             drain=self.extras.drained,
             front=self.extras.front,
+            lost_clients=tuple(self.clients.lost),
             lags=tuple(self.session.lags),
-            notes=(*self._notes, *self.session.notes),
+            notes=(*self._notes, *self._last_notes(), *self.session.notes),
         )
 
 

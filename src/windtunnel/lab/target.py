@@ -1,11 +1,13 @@
 """What the wind blows at: addresses, and which gauges tell whether it is quiet.
 
 The engine kind is recognised from the names on `/metrics`; each kind is one row of a table. Gauge and counter names: vLLM
-reference §4 and §9.11; SGLang reference §6 and appendix A (the sidecar's `sglang_` is read as `sglang:`). The rows of
-TGI, llama.cpp and TensorRT-LLM follow those projects' public documentation and are untested against live servers.
+reference §4 and §9.11; SGLang reference §6 and appendix A (the sidecar's `sglang_` is read as `sglang:`);
+llm-d-inference-sim reference §5. The rows of TGI, llama.cpp, TensorRT-LLM, Dynamo, LiteLLM and the Rust routers follow
+those projects' public documentation.
 Unknown servers are watched through `--watch NAME`.
 """
 
+import asyncio
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from windtunnel.lab.grpc_client import Worker
 
 SERIES_LIMIT = 50_000
+MODELS_PATIENCE_S = 30
 
 
 class Watch(Enum):
@@ -63,6 +66,14 @@ class Kind:
     counters: tuple[Counter, ...] = ()
     cancel_grace_ns: int = 500 * MS
     """How long a request may outlive its client before that is called late."""
+    router: bool = False
+    proof: tuple[str, frozenset[str]] | None = None
+    """Given: recognised only when this series has these labels and no others."""
+
+    def owns(self, series: "Sequence[Series]") -> bool:
+        if self.proof is None:
+            return any(one.name.startswith(self.prefix) for one in series)
+        return any((one.name, frozenset(one.labels)) == self.proof for one in series)
 
 
 def _queues(prefix: str, *names: str) -> tuple[Gauge, ...]:
@@ -156,7 +167,71 @@ _TRTLLM = Kind(
     cancel_grace_ns=2_000 * MS,
 )
 
-KINDS: tuple[Kind, ...] = (_VLLM, _SGLANG, _TGI, _LLAMA_CPP, _TRTLLM)
+_TRTLLM_SERVE = Kind(
+    "trtllm-serve",
+    "trtllm_",
+    (
+        Gauge("running", Watch.RUNNING, ("trtllm_num_requests_running",)),
+        Gauge("waiting", Watch.WAITING, ("trtllm_num_requests_waiting",)),
+        Gauge("kv_usage", Watch.KV, ("trtllm_kv_cache_utilization",)),
+    ),
+    (Counter("request_success", "trtllm_request_success_total", "finished_reason"),),
+    cancel_grace_ns=2_000 * MS,
+)
+
+_LLM_D_SIM = Kind(
+    "llm-d-inference-sim",
+    "vllm:",
+    _VLLM.gauges,
+    (
+        Counter(GENERATION_TOKENS, "vllm:generation_tokens_total"),
+        Counter("prompt_tokens", "vllm:prompt_tokens_total"),
+        Counter("finished", "vllm:request_success_total", "finish_reason"),
+    ),
+    cancel_grace_ns=2_000 * MS,
+    proof=("vllm:cache_config_info", frozenset({"block_size", "num_gpu_blocks"})),
+)
+
+
+def _router(name: str, prefix: str, active: str, *counters: Counter, waiting: str | None = None) -> Kind:
+    """A router's own gauges have keys of their own: its requests are not added to those of the workers behind it."""
+    queue = (Gauge("router_waiting", Watch.QUEUE, (waiting,)),) if waiting else ()
+    gauges = (Gauge("router_active", Watch.OTHER, (active,)), *queue)
+    return Kind(name, prefix, gauges, counters, cancel_grace_ns=2_000 * MS, router=True)
+
+
+_ROUTERS = (
+    _router(
+        "dynamo",
+        "dynamo_frontend_",
+        "dynamo_frontend_inflight_requests",
+        Counter("router_requests", "dynamo_frontend_requests_total", "status"),
+        Counter("router_tokens", "dynamo_frontend_output_tokens_total"),
+        waiting="dynamo_frontend_queued_requests",
+    ),
+    _router(
+        "litellm",
+        "litellm_",
+        "litellm_in_flight_requests",
+        Counter("router_requests", "litellm_proxy_total_requests_metric_total", "status_code"),
+        Counter("router_failures", "litellm_proxy_failed_requests_metric_total"),
+    ),
+    _router(
+        "smg",
+        "smg_",
+        "smg_worker_requests_active",
+        Counter("router_responses", "smg_http_responses_total", "status_code"),
+        Counter("router_retries", "smg_worker_retries_total"),
+    ),
+    _router(
+        "sglang-router", "sgl_router_", "sgl_router_running_requests", Counter("router_requests", "sgl_router_requests_total")
+    ),
+    _router(
+        "vllm-router", "vllm_router_", "vllm_router_running_requests", Counter("router_requests", "vllm_router_requests_total")
+    ),
+)
+
+KINDS: tuple[Kind, ...] = (_LLM_D_SIM, _VLLM, _SGLANG, _TGI, _LLAMA_CPP, _TRTLLM, _TRTLLM_SERVE, *_ROUTERS)
 UNKNOWN = Kind("unknown", "", (), cancel_grace_ns=5_000 * MS)
 
 
@@ -185,7 +260,7 @@ class Target:
         return plain_origin(self.origin)
 
     def path(self, api: Api) -> str:
-        """Requests go to the API's path; a base URL that ends in `/v1` already has its first part."""
+        """Requests go to the API's path below the base; a base URL that ends in `/v1` already has its first part."""
         return api.path.removeprefix("/v1") if self.origin.prefix.endswith("/v1") else api.path
 
     def headers_for(self, origin: Origin) -> Mapping[str, str]:
@@ -230,9 +305,8 @@ def parse_metrics(text: str) -> list[Series]:
 
 
 def recognise(series: Sequence[Series]) -> Kind:
-    """The first kind of the table that owns a metric name, or UNKNOWN."""
-    names = {one.name for one in series}
-    return next((kind for kind in KINDS if any(name.startswith(kind.prefix) for name in names)), UNKNOWN)
+    """The first kind of the table that owns a series, or UNKNOWN."""
+    return next((kind for kind in KINDS if kind.owns(series)), UNKNOWN)
 
 
 def gauges_of(kind: Kind, watch: Iterable[str]) -> tuple[Gauge, ...]:
@@ -307,8 +381,11 @@ async def find_model(target_url: str, headers: Mapping[str, str]) -> str:
     origin = plain_origin(origin)
     path = "/models" if origin.prefix.endswith("/v1") else "/v1/models"
     try:
-        answer = await fetch(origin, "GET", path, headers)
+        async with asyncio.timeout(MODELS_PATIENCE_S):
+            answer = await fetch(origin, "GET", path, headers)
         return str(json.loads(answer.body)["data"][0]["id"])
+    except TimeoutError:
+        raise TargetError(f"{origin.url}{path}: no answer within {MODELS_PATIENCE_S} s") from None
     except (OSError, ConnectionCut, MalformedResponse) as error:
         raise TargetError(f"{origin.url}{path}: {error}") from error
     except (ValueError, LookupError, TypeError) as error:

@@ -10,7 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from windtunnel.core.engine import Engine
+from windtunnel.core.fronted import FrontedEngine
 from windtunnel.core.outputs import Refusal, StepOutput, TokenOutput
+from windtunnel.core.pacing import Draws, Pacing
+from windtunnel.core.profile import ProfilePacing
 from windtunnel.core.request import EngineRequest
 from windtunnel.core.units import MS
 from windtunnel.serve.clock import make_alarm, now_ns
@@ -59,6 +62,8 @@ class EngineDriver:
         self.steps = 0
         self.after_turn: Callable[[], None] = _nothing
         """Called whenever the engine has been touched: what it wants to send goes out here (P/D frames)."""
+        self._machine: Engine | FrontedEngine = engine
+        """The engine, or the engine behind the front end of a profile."""
         self._loop = loop
         self._cork = cork
         self._observers = tuple(observers)
@@ -74,9 +79,17 @@ class EngineDriver:
         """Show this one every step, too, from the next on."""
         self._observers += (observer,)
 
+    def front(self, pacing: Pacing, draws: Draws) -> None:
+        """Put the engine behind the front end of its `pacing`, if that has one. What an earlier one holds goes on at once."""
+        now, earlier = now_ns(), self._machine
+        self._machine = FrontedEngine(self.engine, pacing, draws) if isinstance(pacing, ProfilePacing) else self.engine
+        if isinstance(earlier, FrontedEngine):
+            self._show(StepOutput(now, earlier.let_go(now)), now)
+            self.wake()
+
     def submit(self, requests: Sequence[EngineRequest], listeners: Sequence[Listener]) -> Refusal | None:
         """Admit all or none; from then on each listener gets the outputs of its request."""
-        refusal = self.engine.submit(requests, now_ns())
+        refusal = self._machine.submit(requests, now_ns())
         if refusal is None:
             self._listeners.update(zip((request.request_id for request in requests), listeners, strict=True))
         self.wake()
@@ -84,7 +97,7 @@ class EngineDriver:
 
     def abort(self, request_ids: Sequence[str], *, notify: bool = False) -> int:
         """End these requests. Without `notify` their listeners hear nothing more."""
-        live = self.engine.abort(request_ids, now_ns(), notify=notify)
+        live = self._machine.abort(request_ids, now_ns(), notify=notify)
         if not notify:
             self.forget(request_ids)
         self.wake()
@@ -97,7 +110,7 @@ class EngineDriver:
     def wake(self) -> None:
         """Look at the engine again: something about it has changed."""
         self.after_turn()
-        at = self.engine.next_event_at()
+        at = self._machine.next_event_at()
         if self._closed:
             return
         if at is None:
@@ -135,21 +148,24 @@ class EngineDriver:
         self.wake()
 
     def _is_due(self, until_ns: int) -> bool:
-        at_ns = self.engine.next_event_at()
+        at_ns = self._machine.next_event_at()
         return at_ns is not None and at_ns <= now_ns() <= until_ns
 
     def _advance(self) -> int:
         """Run the engine once; the number of outputs, and at least 1."""
         started_ns = now_ns()
         outputs = 1
-        for step in self.engine.advance(started_ns):
-            for observer in self._observers:
-                observer.on_step(self.rank, step, started_ns)
-            self.steps += step.stats is not None
-            if step.outputs:
-                self._deliver(step)
-                outputs += len(step.outputs)
+        for step in self._machine.advance(started_ns):
+            self._show(step, started_ns)
+            outputs += len(step.outputs)
         return outputs
+
+    def _show(self, step: StepOutput, started_ns: int) -> None:
+        for observer in self._observers:
+            observer.on_step(self.rank, step, started_ns)
+        self.steps += step.stats is not None
+        if step.outputs:
+            self._deliver(step)
 
     def _deliver(self, step: StepOutput) -> None:
         listeners = self._listeners

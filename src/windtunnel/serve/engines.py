@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from windtunnel.core.pacing import Draws, Duration, Pacing, RequestPacing, StepPacing
 from windtunnel.core.physics import GPUS, MODELS, PhysicsPacing
-from windtunnel.core.profile import ProfilePacing
+from windtunnel.core.profile import ProfilePacing, at_speed
 from windtunnel.core.tokenizer import Tokenizer
 from windtunnel.core.vllm.config import VllmEngineConfig
 from windtunnel.serve.config import PacingConfig, ServeConfig
@@ -59,7 +59,7 @@ def with_hash_seed(config: ServeConfig) -> ServeConfig:
 
 def make_pacing(config: PacingConfig, draws: Draws) -> Pacing:
     if config.profile is not None:
-        return ProfilePacing(config.profile, draws, config.time_scale)
+        return ProfilePacing(at_speed(config.profile, config.time_scale), draws)
     if config.gpu is not None:
         return PhysicsPacing(GPUS[config.gpu], MODELS[config.gpu_model], config.tensor_parallel, config.time_scale)
     if config.model == "step":
@@ -79,11 +79,6 @@ def make_pacing(config: PacingConfig, draws: Draws) -> Pacing:
     )
 
 
-def arrival_delay_ns(pacing: Pacing, prompt_tokens: int) -> int:
-    """What a profile's front end spends on a request before the engine may run it."""
-    return pacing.request_ns(prompt_tokens) if isinstance(pacing, ProfilePacing) else 0
-
-
 def make_metrics(config: ServeConfig, engine: VllmEngineConfig) -> VllmMetrics:
     labels = cache_config_labels(
         block_size=engine.block_size,
@@ -93,6 +88,13 @@ def make_metrics(config: ServeConfig, engine: VllmEngineConfig) -> VllmMetrics:
         prefix_caching_hash_algo=engine.prefix_caching_hash_algo,
         **({"kv_offloading_size": config.scheduler.kv_offloading_gib or None} if engine.host_blocks else {}),
     )
+    settings = config.kv_transfer
     return VllmMetrics(
-        config.names[0], range(config.data_parallel_size), engine.max_model_len, labels, time.time, engine.max_loras or None
+        config.names[0],
+        range(config.data_parallel_size),
+        engine.max_model_len,
+        labels,
+        time.time,
+        engine.max_loras or None,
+        settings.parsed("-").config.role if settings.on else None,
     )

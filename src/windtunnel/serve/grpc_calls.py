@@ -31,7 +31,7 @@ class MessageEncoder(Protocol):
     """Writes the messages of one answer. Owns its spec and its own state, and nothing else."""
 
     def messages(self, delta: Delta, usage: Usage) -> Sequence[Any]:
-        """What goes out for one delta of a stream."""
+        """What goes out for one delta of a stream; serialised already where that is cheaper."""
         ...
 
     def whole(self, result: ChoiceResult, usage: Usage) -> Any:

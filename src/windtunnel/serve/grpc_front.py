@@ -8,6 +8,7 @@ raises WireError for what it refuses.
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -75,8 +76,7 @@ def _bind(server: "Server", listener: Any) -> int:
     """The port, a free one for 0; 0 for the port of HTTP. Raises UsageError where it cannot be had."""
     config = server.config
     if server.grpc_relay is not None:
-        listener.add_insecure_port(f"unix:{server.grpc_relay.path}")
-        return 0
+        return _bind_behind(listener, server.grpc_relay.path)
     host = f"[{config.host}]" if ":" in config.host else config.host
     address = f"{host}:{config.grpc_port or 0}"
     try:
@@ -85,6 +85,15 @@ def _bind(server: "Server", listener: Any) -> int:
         return int(listener.add_insecure_port(address))
     except (RuntimeError, OSError) as error:
         raise UsageError(f"--grpc-port {config.grpc_port}: cannot listen on {address}: {error}") from None
+
+
+def _bind_behind(listener: Any, path: Path) -> int:
+    """To the Unix socket of the port that HTTP shares; a path may be too long for one."""
+    try:
+        listener.add_insecure_port(f"unix:{path}")
+    except RuntimeError as error:
+        raise UsageError(f"--grpc-on-http-port: cannot listen on {path} (a shorter TMPDIR may help): {error}") from None
+    return 0
 
 
 def _credentials(certificate: str, key: str) -> Any:
@@ -96,7 +105,17 @@ def _handler(server: "Server", method: Any, run: Method) -> grpc.RpcMethodHandle
     make = grpc.unary_stream_rpc_method_handler if method.server_streaming else grpc.unary_unary_rpc_method_handler
     request = message_factory.GetMessageClass(method.input_type)
     answer = message_factory.GetMessageClass(method.output_type)
-    return make(_guarded(server, run), request.FromString, answer.SerializeToString)
+    return make(_guarded(server, run), request.FromString, _serializer(answer))
+
+
+def _serializer(answer: Any) -> Callable[[Any], bytes]:
+    """Of a method's answers; a method may have serialised some itself."""
+    serialize: Callable[[Any], bytes] = answer.SerializeToString
+
+    def to_bytes(message: Any) -> bytes:
+        return message if type(message) is bytes else serialize(message)
+
+    return to_bytes
 
 
 def _guarded(server: "Server", run: Method) -> Callable[[Any, Any], Awaitable[Any]]:

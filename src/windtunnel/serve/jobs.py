@@ -155,10 +155,7 @@ class Jobs:
         make_source: MakeSource,
         new_suffix: Callable[[], str],
         limit: int,
-        arrival_delay_ns: Callable[[int], int] = lambda _prompt_tokens: 0,
     ) -> None:
-        """`arrival_delay_ns`: for so many prompt tokens, how long after its arrival the engine may run a request."""
-        self._arrival_delay_ns = arrival_delay_ns
         self._driver = driver
         self._metrics = metrics
         self._make_source = make_source
@@ -248,7 +245,6 @@ class Jobs:
         sampling = generation.sampling
         for prompt_index, prompt in enumerate(generation.prompts):
             external, parent, names = self._ids(generation, prompt_index)
-            delay_ns = self._arrival_delay_ns(len(prompt.token_ids))
             for child, request_id in enumerate(names):
                 yield EngineRequest(
                     request_id=request_id,
@@ -269,7 +265,6 @@ class Jobs:
                     session_id=generation.session_id,
                     prompt_hashes=prompt.block_hashes,
                     report_cached_blocks=_reports_cached_blocks(generation),
-                    deferred_until_ns=arrival_ns + delay_ns if delay_ns else 0,
                     kv_transfer=generation.kv_transfer,
                     bootstrap=generation.bootstrap[prompt_index * sampling.n + child] if generation.bootstrap else None,
                     extra_key=generation.extra_key,

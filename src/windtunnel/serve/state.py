@@ -17,7 +17,7 @@ from windtunnel.serve import asgi, failures
 from windtunnel.serve.clock import now_ns
 from windtunnel.serve.config import ServeConfig, UsageError, as_json
 from windtunnel.serve.driver import EngineDriver, StepObserver
-from windtunnel.serve.engines import arrival_delay_ns, make_pacing, with_hash_seed
+from windtunnel.serve.engines import make_pacing, with_hash_seed
 from windtunnel.serve.flags import live_changes
 from windtunnel.serve.flavour import Flavour, flavour_of
 from windtunnel.serve.http11 import Cork
@@ -66,16 +66,17 @@ class Server:
         self.stored = StoredResponses(config.limits.stored_responses)
         self.background = BackgroundRuns(config.limits.stored_responses)
         self.env = self.flavour.env(make_env(config, self.tokenizer, self.new_id, self.stored), config)
+        self._pacings = [make_pacing(config.pacing, chance) for chance in self._chances]
         self.engines: tuple[Any, ...] = tuple(
-            self.seams.engine(self.flavour.engine(self._engine_config(config), make_pacing(config.pacing, chance), chance))
-            for chance in self._chances
+            self.seams.engine(self.flavour.engine(self._engine_config(config), pacing, chance))
+            for pacing, chance in zip(self._pacings, self._chances, strict=True)
         )
         self.grpc_relay = GrpcRelay(config.limits.connections) if config.grpc_on_http_port else None
-        self._pacing = make_pacing(config.pacing, self._chances[0])
         self.history = RequestHistory(config.limits.history)
         self.metrics: Any = self.seams.metrics(self.flavour.metrics(config, self.engine.config))
         self.publishers = open_publishers(config, self.flavour, loop)
         self.driver = self._make_ranks()
+        self._put_fronts()
         self.sources = SourceMaker(config.generation, self.tokenizer)
         self.recorded = load_recorded(config, self.tokenizer)
         self.jobs = Jobs(
@@ -85,7 +86,6 @@ class Server:
             self._make_source,
             self._suffix,
             config.limits.open_answers,
-            self._arrival_delay_ns,
         )
 
     def new_id(self) -> str:
@@ -142,9 +142,13 @@ class Server:
     def reconfigure(self, changes: dict[str, Any]) -> None:
         """All of `changes` or, with UsageError, none."""
         config = live_changes(self.config, changes)
-        for engine, chance in zip(self.engines, self._chances, strict=True):
-            engine.reconfigure(self._engine_config(config), make_pacing(config.pacing, chance), now_ns=now_ns())
-        self._pacing = make_pacing(config.pacing, self._chances[0])
+        repaced = config.pacing != self.config.pacing
+        if repaced:
+            self._pacings = [make_pacing(config.pacing, chance) for chance in self._chances]
+        for engine, pacing in zip(self.engines, self._pacings, strict=True):
+            engine.reconfigure(self._engine_config(config), pacing, now_ns=now_ns())
+        if repaced:
+            self._put_fronts()
         self.sources = SourceMaker(config.generation, self.tokenizer)
         self.config = config
         self.driver.wake()
@@ -174,8 +178,10 @@ class Server:
     def _engine_config(self, config: ServeConfig) -> Any:
         return self.seams.engine_config(self.flavour.engine_config(config, self.tokenizer))
 
-    def _arrival_delay_ns(self, prompt_tokens: int) -> int:
-        return arrival_delay_ns(self._pacing, prompt_tokens)
+    def _put_fronts(self) -> None:
+        """Each rank gets a front end of its own, or none."""
+        for driver, pacing, chance in zip(self.driver.drivers, self._pacings, self._chances, strict=True):
+            driver.front(pacing, chance)
 
     def _make_source(self, *args: Any) -> Any:
         return self.sources(*args)

@@ -82,6 +82,8 @@ class Answer:
         if output.cached_tokens and choice.prompt_index not in self._counted:
             self._counted.add(choice.prompt_index)
             self.usage.count_cached(output.cached_tokens, choice.prompt_index)
+        if output.kv_transfer is not None and choice.prompt_index == 0:
+            self.usage.kv_transfer = output.kv_transfer
         delta = choice.push(output.token_ids, reason and reason.value, stop_reason)
         if delta is not None:
             if delta.finish_reason is not None:

@@ -15,13 +15,15 @@ from windtunnel.sim.clients import Clients
 from windtunnel.sim.engines import Build, kind_of, make_pacing
 from windtunnel.sim.fabric import Fabric
 from windtunnel.sim.kernel import Kernel
+from windtunnel.sim.kv_fabric import KvFabric
 from windtunnel.sim.network import Network
 from windtunnel.sim.pairs import PairRouter
 from windtunnel.sim.policies import NEED_KV_EVENTS, PolicyContext, load_pair_policy, load_policy
 from windtunnel.sim.replica import Replica
 from windtunnel.sim.results import Recorder, conservation, distribution
 from windtunnel.sim.router import OneRouter
-from windtunnel.sim.scenario import EnginesSpec, FaultSpec, Scenario
+from windtunnel.sim.scenario import EnginesSpec, FaultSpec, Scenario, ScenarioError
+from windtunnel.sim.sidecar import SidecarRouter
 from windtunnel.sim.timeline import Timeline
 from windtunnel.sim.workload import Question
 from windtunnel.sim.workloads import make_workload
@@ -51,7 +53,7 @@ class Cluster:
         self.specs: list[EnginesSpec] = [spec for spec in scenario.engines for _ in range(spec.count)]
         network = Network(scenario.network, self.kernel.stream("network"))
         self._kv_events = kv_events or scenario.policy in NEED_KV_EVENTS or scenario.policy_file is not None
-        self.fabric = Fabric(self.kernel, network, self.specs, scenario.duration) if scenario.disaggregated else None
+        self.fabric = self._fabric(network)
         self.router = self._router(network)
         self.replicas = [self._replica(index, spec) for index, spec in enumerate(self.specs)]
         self.router.replicas = self.replicas
@@ -64,6 +66,17 @@ class Cluster:
         for fault in scenario.faults:
             faults.plan(fault, self._place(fault, network))
 
+    def _fabric(self, network: Network) -> Fabric | KvFabric | None:
+        """The wires between prefill and decode workers. Raises ScenarioError for workers of two kinds."""
+        if not self.scenario.disaggregated:
+            return None
+        kinds = {spec.kind for spec in self.specs}
+        if len(kinds) > 1:
+            raise ScenarioError(f"engines: prefill and decode are {', '.join(sorted(kinds))}: must be of one kind")
+        if kinds == {"vllm"}:
+            return KvFabric(self.kernel, network, self.specs)
+        return Fabric(self.kernel, network, self.specs, self.scenario.duration)
+
     def _router(self, network: Network) -> OneRouter | PairRouter:
         scenario, roles = self.scenario, [spec.role for spec in self.specs]
         hasher = kind_of(self.specs[0]).hasher(self.specs[0])
@@ -72,6 +85,8 @@ class Cluster:
             policy = load_policy(scenario.policy, scenario.policy_file, context)
             return OneRouter(self.kernel, network, policy, roles)
         pairs = load_pair_policy(scenario.policy, scenario.policy_file, context, roles)
+        if isinstance(self.fabric, KvFabric):
+            return SidecarRouter(self.kernel, network, pairs, roles, scenario.pd, self.fabric)
         return PairRouter(self.kernel, network, pairs, roles, scenario.pd, self.fabric)
 
     def _place(self, fault: FaultSpec, network: Network) -> faults.Place:

@@ -18,6 +18,9 @@ from windtunnel.core.sglang.profiles import profile
 from windtunnel.core.transfer.backends import Fate, SimBackend, Write, always_ok
 from windtunnel.core.units import parse_duration_ns
 from windtunnel.core.vllm import VllmEngine, VllmEngineConfig
+from windtunnel.core.vllm.connector.config import KvTransferConfig
+from windtunnel.core.vllm.connector.engine import ConnectorEngine
+from windtunnel.core.vllm.connector.runs import RunConnectorEngine
 from windtunnel.core.vllm.runs import RunVllmEngine
 from windtunnel.sim.policies import PrefixHasher
 from windtunnel.sim.scenario import EnginesSpec, PacingSpec, ScenarioError
@@ -33,7 +36,7 @@ class Build(NamedTuple):
     kv_events: bool
     chance: Random
     endpoints: tuple[str, ...] = ()
-    """ip:port of each rank of this process."""
+    """SGLang: ip:port of each rank of this process. vLLM: its side channel, and its engine id."""
     fate: Callable[[Write], Fate] = always_ok
     """What becomes of a KV write."""
 
@@ -83,7 +86,7 @@ def kind_of(spec: EnginesSpec) -> EngineKind:
     return kind
 
 
-Config = TypeVar("Config", VllmEngineConfig, SglangEngineConfig, DisaggConfig)
+Config = TypeVar("Config", VllmEngineConfig, SglangEngineConfig, DisaggConfig, KvTransferConfig)
 
 
 def _checked(make: Callable[..., Config], name: str, values: Mapping[str, Any], fixed: Mapping[str, Any]) -> Config:
@@ -128,9 +131,30 @@ def disagg_config(spec: EnginesSpec, endpoints: tuple[str, ...]) -> DisaggConfig
     return _checked(DisaggConfig, "disagg", values, {"profile": release, "endpoints": endpoints})
 
 
+_KV_ASSIGNED = frozenset({"engine_id", "side_channel_host", "side_channel_port", "role", "tp_size"})
+"""Fields of `KvTransferConfig` that the simulator sets."""
+_KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
+
+
+def kv_config(spec: EnginesSpec, side_channel: str, engine_id: str) -> KvTransferConfig:
+    """`disagg` takes the fields of `KvTransferConfig`. Raises ScenarioError."""
+    known = {field.name for field in fields(KvTransferConfig)} - _KV_ASSIGNED
+    for name in sorted(spec.disagg.keys() - known):
+        raise ScenarioError(f"engines.disagg: {name} is not one of {', '.join(sorted(known))}")
+    host, _, port = side_channel.rpartition(":")
+    fixed = {"engine_id": engine_id, "side_channel_host": host, "side_channel_port": int(port), "tp_size": spec.tp}
+    return _checked(KvTransferConfig, "disagg", spec.disagg, {**fixed, "role": _KV_ROLES[spec.role]})
+
+
 def _make_vllm(build: Build) -> Engine:
     config = vllm_config(build.spec, collect_kv_events=build.kv_events)
-    if build.pacing.lock_step and not config.async_scheduling:
+    in_runs = build.pacing.lock_step and not config.async_scheduling
+    if build.spec.role != "unified":
+        kv = kv_config(build.spec, *build.endpoints)
+        if in_runs:
+            return RunConnectorEngine(config, build.pacing, kv, quick_hashes=not build.kv_events)
+        return ConnectorEngine(config, build.pacing, kv)
+    if in_runs:
         return RunVllmEngine(config, build.pacing, quick_hashes=not build.kv_events)
     return VllmEngine(config, build.pacing)
 
@@ -203,7 +227,8 @@ def _vllm_metrics(spec: EnginesSpec, clock_s: Callable[[], float]) -> VllmMetric
         enable_prefix_caching=config.enable_prefix_caching,
         prefix_caching_hash_algo=config.prefix_caching_hash_algo,
     )
-    return VllmMetrics("sim", [0], config.max_model_len, labels, clock_s, config.max_loras or None)
+    kv_role = _KV_ROLES.get(spec.role)
+    return VllmMetrics("sim", [0], config.max_model_len, labels, clock_s, config.max_loras or None, kv_role)
 
 
 def _vllm_hasher(spec: EnginesSpec) -> PrefixHasher:
@@ -231,9 +256,8 @@ SGLANG_SWITCHES = Switches(
     ("max_running_requests", "max_prefill_tokens"),
     _flush_sglang_cache,
 )
+_DISAGGREGATED = frozenset({"unified", "prefill", "decode"})
 KINDS: Mapping[str, EngineKind] = {
-    "vllm": EngineKind(_make_vllm, _vllm_metrics, _vllm_hasher, VLLM_SWITCHES),
-    "sglang": EngineKind(
-        _make_sglang, _sglang_metrics, _sglang_hasher, SGLANG_SWITCHES, frozenset({"unified", "prefill", "decode"})
-    ),
+    "vllm": EngineKind(_make_vllm, _vllm_metrics, _vllm_hasher, VLLM_SWITCHES, _DISAGGREGATED),
+    "sglang": EngineKind(_make_sglang, _sglang_metrics, _sglang_hasher, SGLANG_SWITCHES, _DISAGGREGATED),
 }

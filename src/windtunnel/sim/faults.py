@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 from windtunnel.sim.engines import Switches
 from windtunnel.sim.fabric import Fabric
 from windtunnel.sim.kernel import Kernel
+from windtunnel.sim.kv_fabric import KvFabric
 from windtunnel.sim.network import HEAD_BYTES, Network
 from windtunnel.sim.replica import Replica
 from windtunnel.sim.router import Router
@@ -52,7 +53,7 @@ class Place:
     network: Network
     until_ns: int
     switches: Switches
-    wires: Fabric | None
+    wires: Fabric | KvFabric | None
     """Of a prefill or decode worker."""
     spec: FaultSpec
 

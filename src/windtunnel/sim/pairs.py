@@ -14,6 +14,7 @@ from windtunnel.core.request import EngineRequest
 from windtunnel.sim.calls import NEVER, Attempt
 from windtunnel.sim.fabric import BOOTSTRAP_PORT, Fabric
 from windtunnel.sim.kernel import Kernel
+from windtunnel.sim.kv_fabric import KvFabric
 from windtunnel.sim.network import HEAD_BYTES, Network
 from windtunnel.sim.policies import EngineState, PairPolicy
 from windtunnel.sim.replica import Replica
@@ -27,7 +28,13 @@ class PairRouter(Router):
     """A `Router` whose attempts have a second leg, `attempt.prefill`, which is an attempt too."""
 
     def __init__(
-        self, kernel: Kernel, network: Network, policy: PairPolicy, roles: Sequence[str], spec: PdSpec, fabric: Fabric
+        self,
+        kernel: Kernel,
+        network: Network,
+        policy: PairPolicy,
+        roles: Sequence[str],
+        spec: PdSpec,
+        fabric: Fabric | KvFabric,
     ) -> None:
         super().__init__(kernel, network, policy.on_kv_events, roles)
         self.legs: Counter[str] = Counter()

@@ -3,12 +3,13 @@
     python -m windtunnel.sim.swarm --seconds 60          seeds from 0 on until the time is up
     python -m windtunnel.sim.swarm --seed 1234           that one seed again, step for step
 
-A seed decides everything: the kind of cluster (vLLM, SGLang, SGLang prefill and decode workers), sizes, pools, pacing,
+A seed decides everything: the kind of cluster (vLLM or SGLang, whole or as prefill and decode workers), sizes, pools, pacing,
 workload, clients and faults. First comes a phase with faults; then they stop, and everything must make progress: no call may
 be left in flight, no engine may hold anything. What a client no longer wants may not enter an engine once its router knows.
 
-Prefill and decode workers run releases of SGLang whose leaks are known (`LEAKY`) and the newest one with the two switches that
-no release has (a limit for Transferring, tombstones). Only of the latter is it demanded that nothing is left.
+SGLang's prefill and decode workers run releases whose leaks are known (`LEAKY`) and the newest one with the two switches that
+no release has (a limit for Transferring, tombstones). Only of the latter is it demanded that nothing is left. Of vLLM's it is
+demanded where blocks are pulled and no transfer stalls: nothing limits one there, and a failed push leaves its decode waiting.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from typing import Any, get_args
 from windtunnel.core.outputs import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent, StepOutput
 from windtunnel.core.request import EngineRequest
 from windtunnel.core.sglang.disagg.worker import DisaggWorker
+from windtunnel.core.vllm.connector.engine import ConnectorEngine
 from windtunnel.sim.calls import NEVER, Attempt
 from windtunnel.sim.cluster import Cluster
 from windtunnel.sim.pairs import TOLD, PairRouter
@@ -31,7 +33,8 @@ from windtunnel.sim.replica import Replica
 from windtunnel.sim.scenario import WIRE_FAULTS, FaultKind, Scenario, parse_scenario
 
 LIMIT_SEEDS = 1_000_000
-SHAPES = ("vllm", "vllm", "sglang", "pd", "pd")
+SHAPES = ("vllm", "vllm", "sglang", "pd", "pd", "vllm-pd")
+IN_PAIRS = ("pd", "vllm-pd")
 LEAKY = ("0.5.9", "0.5.12", "0.5.15", "0.5.18", "0.5.20", "0.5.23")
 SOUND = "0.5.23"
 _FAULT_PHASE_S = 6.0
@@ -49,14 +52,14 @@ def random_scenario(seed: int) -> Scenario:
             "seed": seed,
             "duration": "6s",
             "drain": "1h",
-            "policy": draws.choice([*BUILT_IN, *([PAIRS] * 4 if shape == "pd" else [])]),
+            "policy": draws.choice([*BUILT_IN, *([PAIRS] * 4 if shape in IN_PAIRS else [])]),
             "engines": engines,
             "pd": {
                 "aborts": draws.choice(["both", "both", "prefill", "decode", "none"]),
                 "lag": draws.choice(["0", "20ms"]),
                 "cancel_peer": draws.random() < 0.7,
             }
-            if shape == "pd"
+            if shape in IN_PAIRS
             else {},
             "network": {"jitter": draws.choice(["0", "100us", "5ms"]), "health_interval": draws.choice(["50ms", "1s"])},
             "workload": _workload(draws),
@@ -72,7 +75,7 @@ def _fault(draws: Random, roles: Sequence[str], shape: str) -> dict[str, Any]:
     engine = draws.randrange(len(roles))
     missing = WIRE_FAULTS if roles[engine] == "unified" else ()
     no_writes = ("stall_writes", "fail_writes") if roles[engine] == "decode" else ()
-    no_sleep = () if shape == "vllm" else ("sleep",)
+    no_sleep = () if shape.startswith("vllm") else ("sleep",)
     kinds = [kind for kind in get_args(FaultKind) if kind not in (*missing, *no_writes, *no_sleep)]
     return {
         "at": f"{draws.uniform(0, _FAULT_PHASE_S):.9f}s",
@@ -127,6 +130,24 @@ def _pd(draws: Random) -> list[dict[str, Any]]:
     ]
 
 
+def _vllm_pd(draws: Random) -> list[dict[str, Any]]:
+    """Prefill and decode engines with short leases."""
+    disagg = {
+        "connector": draws.choice(["NixlConnector", "NixlConnector", "NixlPushConnector"]),
+        "load_failure_policy": draws.choice(["fail", "recompute"]),
+        "lease_ns": draws.choice(["60ms", "1s"]),
+        "abort_timeout_ns": draws.choice([None, None, "3s"]),
+        "kv_bytes_per_token": draws.choice([1000, 100_000]),
+    }
+    transfer = {"bandwidth_gb_s": draws.choice([10.0, 0.1, 0.01]), "dead_peer": draws.choice(["50ms", "1s"])}
+    common = {"config": _config(draws), "pacing": _pacing(draws), "transfer": transfer, "disagg": disagg}
+    tp = draws.choice([1, 1, 2])
+    return [
+        {**common, "role": "prefill", "count": draws.randint(1, 3)},
+        {**common, "role": "decode", "count": draws.randint(1, 3), "tp": tp},
+    ]
+
+
 def _sglang_config(draws: Random) -> dict[str, Any]:
     page = draws.choice([1, 4, 16])
     return {
@@ -143,7 +164,7 @@ def _sglang_config(draws: Random) -> dict[str, Any]:
     }
 
 
-_ENGINES = {"vllm": _vllm, "sglang": _sglang, "pd": _pd}
+_ENGINES = {"vllm": _vllm, "sglang": _sglang, "pd": _pd, "vllm-pd": _vllm_pd}
 
 
 def _config(draws: Random) -> dict[str, Any]:
@@ -304,6 +325,9 @@ def run_seed(seed: int) -> dict[str, Any]:
 
 def _sound(scenario: Scenario) -> bool:
     """No leak that a release is known for can happen."""
+    if any(spec.role != "unified" and spec.kind == "vllm" for spec in scenario.engines):
+        stalls = any(fault.kind == "stall_writes" for fault in scenario.faults)
+        return not stalls and scenario.engines[0].disagg["connector"] == "NixlConnector"
     return all(spec.role == "unified" or "tombstones" in spec.disagg for spec in scenario.engines)
 
 
@@ -314,6 +338,9 @@ def _check_empty(cluster: Cluster, watches: Sequence[Watch]) -> None:
         assert not left, f"engine {replica.index} still holds {[view.request_id for view in left][:10]}"
         if replica.up and isinstance(replica.engine, DisaggWorker):
             _check_resources(replica.index, replica.engine, watch)
+        if replica.up and isinstance(replica.engine, ConnectorEngine):
+            held = replica.engine.outstanding()
+            assert not any(held.values()), f"engine {replica.index} is idle and holds {held}"
     in_flight = [state.in_flight for state in cluster.router.states]
     assert not any(in_flight), f"the router still counts {in_flight} in flight"
     if isinstance(cluster.router, PairRouter):

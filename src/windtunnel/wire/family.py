@@ -55,7 +55,7 @@ class Usage:
     metrics: Mapping[str, float | None] | None = None
     """Per-request timings in the order of vLLM reference §2.4, for `--enable-per-request-metrics` (n = 1 only)."""
     kv_transfer: Mapping[str, Any] | None = None
-    """What the KV connector returned for the request."""
+    """What the KV connector returned for the request: of several prompts the first, of `n` choices the one that ended last."""
     cached_by_prompt: dict[int, int] = field(default_factory=dict)
 
     def count_cached(self, tokens: int, prompt_index: int = 0) -> None:

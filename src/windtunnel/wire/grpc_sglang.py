@@ -13,12 +13,15 @@ from smg_grpc_proto.generated import sglang_scheduler_pb2 as pb
 
 from windtunnel.core.request import Lora
 from windtunnel.wire.family import ChoiceResult, Delta, Generation, PromptPlan, TokenLogprob, Usage, WireError
+from windtunnel.wire.grpc_chunks import PlainChunks
 from windtunnel.wire.output import synthetic_logprobs
 from windtunnel.wire.sglang import native, requests
 from windtunnel.wire.sglang.env import SglangEnv
 
 FAMILY = "sglang_grpc"
 STOPS_MAX = 1024
+_CHUNK = b"\x12"
+"""Key of `GenerateResponse.chunk`."""
 _PORT_MAX = 65535
 _NOT_SIMULATED = ("mm_inputs", "input_embeds", "token_ids_logprob", "return_hidden_states", "custom_logit_processor")
 
@@ -140,16 +143,25 @@ def _bootstrap(request: pb.GenerateRequest, n: int) -> tuple[requests.Bootstrap,
 class SchedulerEncoder:
     """The messages of one answer. Mutable: tokens so far, for each choice."""
 
-    __slots__ = ("_counts", "_spec")
+    __slots__ = ("_counts", "_plain", "_spec")
 
     def __init__(self, spec: SchedulerSpec) -> None:
         self._spec = spec
         self._counts: list[int | None] = [None] * spec.n
+        head = pb.GenerateResponse(request_id=spec.request_id).SerializeToString() + _CHUNK
+        self._plain = [PlainChunks(pb.GenerateStreamChunk, head, len(spec.prompt_token_ids), index) for index in range(spec.n)]
 
-    def messages(self, delta: Delta, usage: Usage) -> list[pb.GenerateResponse]:
+    def messages(self, delta: Delta, usage: Usage) -> list[pb.GenerateResponse | bytes]:
         """A chunk and, at the end of its choice, a `complete` that repeats the last delta."""
-        spec, before = self._spec, self._counts[delta.index]
-        count = self._counts[delta.index] = (before or 0) + len(delta.token_ids)
+        index, _text, token_ids, logprobs, finish_reason, _stop = delta
+        before = self._counts[index]
+        count = self._counts[index] = (before or 0) + len(token_ids)
+        if before and finish_reason is None and not logprobs and token_ids:
+            return [self._plain[index].chunk(token_ids, count, usage.cached_tokens)]
+        return self._messages(delta, usage, before, count)
+
+    def _messages(self, delta: Delta, usage: Usage, before: int | None, count: int) -> list[pb.GenerateResponse | bytes]:
+        spec = self._spec
         chunk = pb.GenerateStreamChunk(
             token_ids=delta.token_ids,
             prompt_tokens=len(spec.prompt_token_ids),
@@ -161,7 +173,7 @@ class SchedulerEncoder:
             chunk.output_logprobs.CopyFrom(_output_logprobs(delta.logprobs, spec))
         if before is None and spec.logprob_start >= 0:
             chunk.input_logprobs.CopyFrom(_input_logprobs(spec))
-        out = [pb.GenerateResponse(request_id=spec.request_id, chunk=chunk)]
+        out: list[pb.GenerateResponse | bytes] = [pb.GenerateResponse(request_id=spec.request_id, chunk=chunk)]
         if delta.finish_reason is not None:
             out.append(self._complete(delta, count, usage))
         return out

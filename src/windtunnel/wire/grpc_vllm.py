@@ -15,6 +15,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from windtunnel.wire.env import ServerEnv
 from windtunnel.wire.family import ChoiceResult, Delta, Generation, PromptPlan, TokenLogprob, Usage, WireError
+from windtunnel.wire.grpc_chunks import PlainChunks
 from windtunnel.wire.http import parameter_error
 from windtunnel.wire.vllm import chunks, fields, pooled, prompts, sampling, structured, vectors
 
@@ -24,6 +25,8 @@ FAMILY = "grpc"
 STOPS_MAX = 1024
 """Stop strings of one request: each token is searched for all of them."""
 _PORT_MAX = 65535
+_CHUNK = b"\x0a"
+"""Key of `GenerateResponse.chunk`."""
 _MEDIA = ("mm_inputs", "media_refs")
 _STRUCTURED = {"json_schema": "json", **{kind: kind for kind in ("regex", "grammar", "structural_tag", "json_object")}}
 
@@ -172,14 +175,22 @@ def _json_object(text: str) -> Mapping[str, Any]:
 class GenerateEncoder:
     """The messages of one stream. Mutable: which choices have begun."""
 
-    __slots__ = ("_begun", "_spec")
+    __slots__ = ("_begun", "_plain", "_spec")
 
     def __init__(self, spec: GenerateSpec) -> None:
         self._spec = spec
         self._begun: set[int] = set()
+        self._plain: dict[int, PlainChunks] = {}
 
-    def messages(self, delta: Delta, usage: Usage) -> list[pb.GenerateResponse]:
+    def messages(self, delta: Delta, usage: Usage) -> list[pb.GenerateResponse | bytes]:
         """A chunk and, at the end of its choice, a `complete` that repeats the last delta, as the real servicer has it."""
+        _index, _text, token_ids, logprobs, finish_reason, _stop = delta
+        plain = self._plain.get(delta.index)
+        if plain is not None and finish_reason is None and not logprobs and token_ids:
+            return [plain.chunk(token_ids, len(token_ids), usage.cached_tokens)]
+        return self._messages(delta, usage)
+
+    def _messages(self, delta: Delta, usage: Usage) -> list[pb.GenerateResponse | bytes]:
         spec, index = self._spec, delta.index
         chunk = pb.GenerateStreamChunk(
             token_ids=delta.token_ids,
@@ -192,9 +203,10 @@ class GenerateEncoder:
             chunk.output_logprobs.CopyFrom(_output_logprobs(delta.logprobs, spec.logprobs))
         if index not in self._begun:
             self._begun.add(index)
+            self._plain[index] = PlainChunks(pb.GenerateStreamChunk, _CHUNK, len(spec.prompt_token_ids), index)
             if spec.prompt_logprobs is not None:
                 chunk.input_logprobs.CopyFrom(_input_logprobs(spec))
-        out = [pb.GenerateResponse(chunk=chunk)]
+        out: list[pb.GenerateResponse | bytes] = [pb.GenerateResponse(chunk=chunk)]
         if delta.finish_reason is not None:
             out.append(_complete(spec, delta, usage))
         return out

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from windtunnel.core.profile import FrontendCosts, Noise, Profile, StepCosts
-from windtunnel.sim.calibrate.fit import FitError, fit, lone
+from windtunnel.sim.calibrate.fit import FitError, fit, lones, unseen
 from windtunnel.sim.calibrate.measured import Measured, Run
 from windtunnel.sim.calibrate.prediction import markdown, predict
 from windtunnel.sim.calibrate.replay import EngineLimits, replay
@@ -15,7 +15,7 @@ from windtunnel.sim.calibrate.replay import EngineLimits, replay
 LIMITS = EngineLimits(max_num_seqs=16, max_num_batched_tokens=2048, block_size=16)
 TRUTH = Profile(
     StepCosts(5e6, 20_000.0, 200_000.0, 100.0, 10.0),
-    FrontendCosts(2e6, 0.0, 200_000.0, 50_000.0, 300_000.0, 500_000.0, 6),
+    FrontendCosts(2e6, 0.0, 200_000.0, 50_000.0, 300_000.0, 500_000.0, 0.3, 6),
     Noise((0.0, 0.5, 0.99, 1.0), (-200_000.0, 0.0, 400_000.0, 3e6)),
 )
 
@@ -35,7 +35,7 @@ def measured(concurrency: int, count: int) -> Run:
 
 
 def test_a_lone_client_shows_the_costs_of_a_step_and_of_prefill() -> None:
-    alone = lone(measured(1, 60).requests)
+    (alone,) = lones([measured(1, 60).requests])
     assert alone.step_ms == pytest.approx(5.2, rel=0.02)
     assert alone.context_token_ms == pytest.approx(1e-4, rel=0.3)
     assert alone.prefill_token_ms == pytest.approx(0.02, rel=0.1)
@@ -44,14 +44,29 @@ def test_a_lone_client_shows_the_costs_of_a_step_and_of_prefill() -> None:
     assert float(np.max(alone.step_noise_ms)) > 1.0
 
 
+def test_groups_share_the_costs_of_work_and_keep_their_own_surroundings() -> None:
+    """Of two passes only the second shows what prefill costs, and every step of it is a millisecond longer."""
+    quiet = replay(Run("a", 1, [replace(one, prompt_tokens=16) for one in load(1, 40).requests], "a"), TRUTH, LIMITS, seed=1)
+    slower = replace(TRUTH, step=replace(TRUTH.step, base_ns=6e6))
+    busy = replay(replace(load(1, 60), group="b"), slower, LIMITS, seed=2)
+    first, second = lones([quiet.requests, busy.requests])
+    assert first.prefill_token_ms == second.prefill_token_ms == pytest.approx(0.02, rel=0.15)
+    assert (first.step_ms, second.step_ms) == (pytest.approx(5.2, rel=0.02), pytest.approx(6.2, rel=0.02))
+    found = fit([quiet, busy], LIMITS)
+    assert found.of(busy).step.base_ns - found.of(quiet).step.base_ns == pytest.approx(1e6, rel=0.1)
+    assert found.of(replace(busy, group="c")) is found.profile
+    assert unseen([quiet, busy], [quiet]) and not unseen([quiet, busy], [quiet, busy])
+
+
 @pytest.mark.slow
 def test_a_fit_recovers_the_truth_and_predicts_what_was_left_out() -> None:
     runs = [measured(1, 60), measured(4, 80), measured(12, 120)]
-    profile, distance = fit(runs[:2], LIMITS, seed=5, evaluations=30, turns=(6,), scouts=24)
-    assert distance is not None and distance < 0.1
+    found = fit(runs[:2], LIMITS, seed=5, evaluations=40, turns=(6,), scouts=24)
+    profile = found.profile
+    assert found.distance is not None and found.distance < 0.1
     assert profile.step.decode_seq_ns == pytest.approx(200_000, rel=0.4)
     assert profile.step.base_ns + profile.step.decode_seq_ns == pytest.approx(5.2e6, rel=0.02)
-    rows = predict(runs, runs[:2], profile, LIMITS, (7, 8))
+    rows = predict(runs, runs[:2], found.of, LIMITS, (7, 8))
     left_out = [row for row in rows if not row.fitted]
     assert {row.run for row in left_out} == {"c=12"}
     assert all(row.hit for row in left_out if row.percentile == 50), markdown(left_out)
@@ -93,5 +108,16 @@ def test_what_cannot_be_fitted_is_said() -> None:
 def test_a_table_marks_its_misses() -> None:
     run = measured(1, 20)
     slower = replace(TRUTH, step=replace(TRUTH.step, base_ns=9e6))
-    table = markdown(predict([run], [run], slower, LIMITS, (1,)))
+    table = markdown(predict([run], [run], lambda _run: slower, LIMITS, (1,)))
     assert "| c=1 (fitted) |" in table and "**" in table
+
+
+def test_a_miss_that_the_measurement_is_no_surer_than_is_told_from_others() -> None:
+    run = measured(1, 12)
+    rows = predict([run], [], lambda _run: TRUTH, LIMITS, (1,))
+    assert all(row.measured_low_ms <= row.measured_ms <= row.measured_high_ms for row in rows)
+    assert all(row.measured_low_ms < row.measured_high_ms for row in rows)
+    tail = next(row for row in rows if (row.quantity, row.percentile) == ("e2e", 99))
+    off = replace(tail, measured_low_ms=0.7 * tail.measured_ms, predicted_ms=0.75 * tail.measured_ms)
+    assert off.within_sampling_error and not off.hit and "** °" in markdown([off])
+    assert not replace(off, predicted_ms=0.6 * tail.measured_ms).within_sampling_error

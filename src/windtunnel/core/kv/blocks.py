@@ -42,6 +42,8 @@ class BlockPool:
         self.version = 0
         """Grows whenever an allocation that failed might succeed: blocks were freed, or the cache gained an entry."""
         self.collects_events = collect_events
+        self.generations: dict[int, int] = {}
+        """For each block somebody watches (`watch`): how often it has been handed out since."""
         self._events: list[KvEvent] = []
         told = self._events if collect_events else None
         disk = Tier(DISK, disk_blocks, block_size, told) if disk_blocks else None
@@ -126,7 +128,19 @@ class BlockPool:
         for block in taken:
             if hash_of[block] is not None:
                 self._evict(block)
+        if self.generations:
+            self._age(taken)
         return taken
+
+    def _age(self, taken: Iterable[int]) -> None:
+        generations = self.generations
+        for block in taken:
+            if block in generations:
+                generations[block] += 1
+
+    def watch(self, blocks: Iterable[int]) -> tuple[int, ...]:
+        """Count from here on how often these are handed out; returns the counts as they stand."""
+        return tuple(self.generations.setdefault(block, 0) for block in blocks)
 
     def free(self, blocks: Sequence[int]) -> None:
         """Drop one owner of each block of a sequence, given from head to tail."""

@@ -99,6 +99,18 @@ class SglangLoop:
         for request in requests:
             self.log.record(self.new_sequence(request, now_ns), Event.REFUSE, now_ns, {"reason": refusal.reason})
 
+    def release(self, request_ids: Sequence[str], now_ns: int) -> None:
+        """See `Engine.release`. P/D workers hold nothing back."""
+        self.wake(now_ns)
+        for request_id in request_ids:
+            if request_id in self.sequences:
+                self.scheduler.release(self.sequences[request_id], now_ns)
+
+    def delay_step(self, by_ns: int) -> None:
+        """See `Engine.delay_step`."""
+        if self.batch is not None:
+            self.batch.end_ns += by_ns
+
     # Aborts
 
     def abort(self, request_ids: Sequence[str], now_ns: int, *, notify: bool = False) -> int:

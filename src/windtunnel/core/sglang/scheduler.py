@@ -5,6 +5,7 @@ from heapq import heappop, heappush
 
 from windtunnel.core.lifecycle import Event, State
 from windtunnel.core.pacing import Pacing
+from windtunnel.core.request import UNTIL_RELEASED
 from windtunnel.core.sglang.admission import PrefillBudget, Verdict, expected_output
 from windtunnel.core.sglang.batch import Batch, Entry
 from windtunnel.core.sglang.config import SglangEngineConfig
@@ -72,7 +73,10 @@ class SglangScheduler:
     def add(self, sequence: SglangSequence, now_ns: int) -> None:
         """Queue a sequence, or set it aside while its grammar compiles."""
         until_ns = sequence.request.deferred_until_ns
-        if until_ns > now_ns:
+        if until_ns == UNTIL_RELEASED:
+            self.log.record(sequence, Event.DEFER, now_ns, {"reason": "front_end"})
+            self.grammar_waits[sequence] = None
+        elif until_ns > now_ns:
             self.log.record(sequence, Event.DEFER, now_ns, {"reason": "grammar", "until_ns": until_ns})
             self.grammar_waits[sequence] = None
             heappush(self._grammar, (until_ns, sequence.arrived, sequence))
@@ -82,6 +86,13 @@ class SglangScheduler:
     def enqueue(self, sequence: SglangSequence, now_ns: int) -> None:
         sequence.queued_ns = now_ns
         self.waiting[sequence] = None
+
+    def release(self, sequence: SglangSequence, now_ns: int) -> None:
+        """Queue a sequence that a front end has held; no other one notices."""
+        if sequence.request.deferred_until_ns == UNTIL_RELEASED and sequence in self.grammar_waits:
+            del self.grammar_waits[sequence]
+            self.log.record(sequence, Event.RESUME, now_ns)
+            self.enqueue(sequence, now_ns)
 
     def next_grammar_at(self) -> int | None:
         while self._grammar and self._grammar[0][2] not in self.grammar_waits:

@@ -79,6 +79,11 @@ class Completion:
         if output.finish_reason is None:
             sequence.plan(config.block_size)
             return output
+        return self._finish(sequence, output)
+
+    def _finish(self, sequence: VllmSequence, output: TokenOutput) -> TokenOutput:
+        """End a running sequence; its last output as it is told."""
+        assert output.finish_reason is not None
         self._scheduler.remove(sequence)
         detail: dict[str, int | str] = {"reason": output.finish_reason.value, "output_tokens": len(sequence.output)}
         self._scheduler.log.record(sequence, Event.FINISH, self._now_ns, detail)

@@ -102,6 +102,14 @@ class VllmEngine:
         self._scheduler.add(sequence, now_ns)
         self._publish_due = True
 
+    def release(self, request_ids: Sequence[str], now_ns: int) -> None:
+        """See `Engine.release`; under fcfs they queue in the order of their release."""
+        self._wake(now_ns)
+        for request_id in request_ids:
+            if request_id in self._live:
+                self._scheduler.release(self._live[request_id], self._arrivals, now_ns)
+                self._arrivals += 1
+
     def abort(self, request_ids: Sequence[str], now_ns: int, *, notify: bool = False) -> int:
         """End these; see `Engine.abort`. Under asynchronous scheduling a running one keeps its blocks for one step more."""
         self._wake(now_ns)
@@ -138,11 +146,19 @@ class VllmEngine:
 
     # Time
 
+    def delay_step(self, by_ns: int) -> None:
+        """See `Engine.delay_step`."""
+        if self._step is not None:
+            self._step.end_ns += by_ns
+
     def _wake(self, now_ns: int) -> None:
         if self._step is None:
             self._clock_ns = max(self._clock_ns, now_ns)
 
     def next_event_at(self) -> int | None:
+        return self._next_step_at()
+
+    def _next_step_at(self) -> int | None:
         due_ns = self._step.end_ns if self._step is not None else self._next_start_at()
         return None if due_ns is None else max(due_ns, self.control.frozen_until_ns)
 
@@ -158,7 +174,7 @@ class VllmEngine:
         """
         done: list[StepOutput] = []
         for _ in range(MAX_STEPS_PER_ADVANCE):
-            due_ns = self.next_event_at()
+            due_ns = self._next_step_at()
             if due_ns is None or due_ns > now_ns:
                 break
             if self._step is None and self._start(due_ns, now_ns):
@@ -321,9 +337,7 @@ class VllmEngine:
     # Looking in
 
     def live(self) -> list[SequenceView]:
-        scheduler = self._scheduler
-        queues = (scheduler.running.values(), scheduler.waiting.in_order(), scheduler.deferred.in_order())
-        return [_view(sequence) for queue in queues for sequence in queue]
+        return [_view(sequence) for queue in self._scheduler.queues() for sequence in queue]
 
     @property
     def cached_hashes(self) -> frozenset[bytes]:
@@ -344,15 +358,24 @@ class VllmEngine:
 
     def check_integrity(self) -> None:
         scheduler = self._scheduler
-        assert len(self._live) == len(scheduler.running) + len(scheduler.waiting) + len(scheduler.deferred), (
+        assert sorted(self._live) == sorted(seq.request_id for queue in scheduler.queues() for seq in queue), (
             "a sequence is lost"
         )
-        scheduler.pool.check_integrity((seq.request_id, seq.blocks) for seq in self._live.values())
+        scheduler.pool.check_integrity(self._owners())
         assert all(not seq.state.terminal for seq in self._live.values()), "an ended sequence is live"
-        assert all(not seq.blocks for seq in self._live.values() if seq.run_order < 0), "a sequence outside holds blocks"
+        outside = (seq for seq in self._live.values() if seq.run_order < 0)
+        assert not any(seq.blocks for seq in outside if not self._may_hold(seq)), "a sequence outside holds blocks"
         assert scheduler.kv_tokens == sum(seq.computed for seq in scheduler.running.values()), "computed tokens miscounted"
         waiting = sum(seq.prompt_len for seq in self._live.values() if seq.prefilling)
         assert self._prefill_prompt_tokens == waiting, "queued tokens miscounted"
+
+    def _owners(self) -> list[tuple[str, Sequence[int]]]:
+        """Whoever holds blocks, and which."""
+        return [(sequence.request_id, sequence.blocks) for sequence in self._live.values()]
+
+    def _may_hold(self, sequence: VllmSequence) -> bool:
+        """Whether a sequence outside the running list may have blocks."""
+        return False
 
 
 def _view(sequence: VllmSequence) -> SequenceView:

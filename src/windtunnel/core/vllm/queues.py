@@ -55,15 +55,28 @@ class WaitingQueue:
 
 
 class DeferredSet:
-    """Sequences that admission skips: until a time (a grammar compiles), or until their adapter gets a slot."""
+    """Sequences that admission skips: until a time (a grammar compiles), a release, or until their adapter gets a slot."""
 
     def __init__(self) -> None:
         self._until: list[tuple[int, int, VllmSequence]] = []
         self._by_lora: dict[int, dict[VllmSequence, None]] = {}
+        self._held: set[VllmSequence] = set()
         self._members: dict[VllmSequence, None] = {}
 
     def __len__(self) -> int:
         return len(self._members)
+
+    def hold(self, sequence: VllmSequence) -> None:
+        """Until `take_held`."""
+        self._members[sequence] = None
+        self._held.add(sequence)
+
+    def take_held(self, sequence: VllmSequence) -> bool:
+        """True: it was held, and is not any more."""
+        held = sequence in self._held
+        if held:
+            self.remove(sequence)
+        return held
 
     def add_until(self, sequence: VllmSequence, until_ns: int) -> None:
         self._members[sequence] = None
@@ -75,6 +88,7 @@ class DeferredSet:
 
     def remove(self, sequence: VllmSequence) -> None:
         del self._members[sequence]
+        self._held.discard(sequence)
         lora = sequence.request.lora
         group = self._by_lora.get(lora.lora_id) if lora else None
         if lora and group is not None:

@@ -17,7 +17,7 @@ from itertools import islice
 from typing import NamedTuple, cast
 
 from windtunnel.core.kv.hashing import BlockHasher, ExtraKeys
-from windtunnel.core.lifecycle import Event, State
+from windtunnel.core.lifecycle import State
 from windtunnel.core.outputs import TokenOutput
 from windtunnel.core.pacing import Pacing
 from windtunnel.core.request import EngineRequest
@@ -373,8 +373,7 @@ class RunCompletion(Completion):
         output = sequence.next_token(config.eos_token_id)
         made = len(sequence.output)
         if output.finish_reason is not None:
-            self._finish(run_sequence, output)
-            return output
+            return self._finish(run_sequence, output)
         if made == 1:
             run_sequence.sent = 1
         else:
@@ -386,15 +385,11 @@ class RunCompletion(Completion):
             scheduler.doze(run_sequence)
         return output if made == 1 else None
 
-    def _finish(self, sequence: RunSequence, output: TokenOutput) -> None:
+    def _finish(self, sequence: VllmSequence, output: TokenOutput) -> TokenOutput:
         """The run before the last token, and then the last token as an output of its own."""
-        assert output.finish_reason is not None
         scheduler = cast(RunScheduler, self._scheduler)
-        scheduler.flush(sequence, tokens_behind=len(output.token_ids), steps_behind=1)
-        scheduler.remove(sequence)
-        detail: dict[str, int | str] = {"reason": output.finish_reason.value, "output_tokens": len(sequence.output)}
-        scheduler.log.record(sequence, Event.FINISH, self._now_ns, detail)
-        self.ended.append(sequence)
+        scheduler.flush(cast(RunSequence, sequence), tokens_behind=len(output.token_ids), steps_behind=1)
+        return super()._finish(sequence, output)
 
 
 class QuickHasher(BlockHasher):

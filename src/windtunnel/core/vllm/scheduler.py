@@ -15,6 +15,7 @@ from windtunnel.core.kv.hashing import BlockHasher
 from windtunnel.core.kv.tiers import runs_of
 from windtunnel.core.lifecycle import Event, State
 from windtunnel.core.pacing import Pacing
+from windtunnel.core.request import UNTIL_RELEASED
 from windtunnel.core.transitions import TransitionLog
 from windtunnel.core.vllm.config import VllmEngineConfig
 from windtunnel.core.vllm.queues import DeferredSet, ReadyTimes, WaitingQueue, fcfs_rank, priority_rank
@@ -81,15 +82,29 @@ class VllmScheduler:
         waits = (*self.waiting.members(), *self.deferred.members())
         return _lora_names(self.running.values()), _lora_names(waits)
 
+    def queues(self) -> tuple[Iterable[VllmSequence], ...]:
+        """All live sequences, by where they are."""
+        return self.running.values(), self.waiting.in_order(), self.deferred.in_order()
+
     # Arrivals and departures
 
     def add(self, sequence: VllmSequence, now_ns: int) -> None:
         """Queue a new sequence, or set it aside while it cannot run."""
         until_ns = sequence.request.deferred_until_ns
-        if until_ns > now_ns:
+        if until_ns == UNTIL_RELEASED:
+            self.log.record(sequence, Event.DEFER, now_ns, {"reason": "front_end"})
+            self.deferred.hold(sequence)
+        elif until_ns > now_ns:
             self.log.record(sequence, Event.DEFER, now_ns, {"reason": "not_before", "until_ns": until_ns})
             self.deferred.add_until(sequence, until_ns)
         else:
+            self._enqueue(sequence)
+
+    def release(self, sequence: VllmSequence, arrived: int, now_ns: int) -> None:
+        """Queue a held sequence as the `arrived`th; no other one notices."""
+        if self.deferred.take_held(sequence):
+            sequence.arrived = arrived
+            self.log.record(sequence, Event.RESUME, now_ns)
             self._enqueue(sequence)
 
     def remove(self, sequence: VllmSequence) -> None:
@@ -271,13 +286,17 @@ class VllmScheduler:
                 return
 
     def _defer_for_lora(self, sequence: VllmSequence, now_ns: int) -> bool:
-        lora, slots = sequence.request.lora, self.config.max_loras
-        if lora is None or not slots or lora.lora_id in self._running_loras or len(self._running_loras) < slots:
+        lora = sequence.request.lora
+        if lora is None or self._lora_fits(lora.lora_id):
             return False
         self.waiting.remove(sequence)
         self.log.record(sequence, Event.DEFER, now_ns, {"reason": "lora_slots"})
         self.deferred.add_for_lora(sequence, lora.lora_id)
         return True
+
+    def _lora_fits(self, lora_id: int) -> bool:
+        slots = self.config.max_loras
+        return not slots or lora_id in self._running_loras or len(self._running_loras) < slots
 
     def _try_admit(self, sequence: VllmSequence, step: Step, now_ns: int) -> bool:
         prefix = self._cached_prefix(sequence)

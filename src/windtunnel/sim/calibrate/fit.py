@@ -6,11 +6,15 @@ the prefill costs; what the regressions leave over is the noise. The writes afte
 response headers the loop's work for a request. The regressions minimise absolute deviations: medians, so that stalls do not
 pull the line.
 
-Second, what shows only between requests (the cost of a decoding sequence, how the front end's loop divides its time, the
-engine's wake-up, extra noise under load) is found by replaying the other runs in the simulator and comparing quantiles.
+Second, what shows only between requests (the cost of a decoding sequence, how the front end's loop divides its time, what it
+takes from the engine, the engine's wake-up, extra noise under load) is found by replaying the other runs in the simulator and
+comparing quantiles.
+
+Runs that were measured together form a group. The costs of work are the server's, so all groups share them; a lone client's
+base times and noise, and its client's cost of a write, belong to the group: the machine was as busy as it was at that time.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -57,33 +61,54 @@ class Lone:
     memory: float
 
 
-def lone(requests: Sequence[Measured]) -> Lone:
-    step_ms, context_ms, step_rest = _step_line(requests)
+def lones(groups: Sequence[Sequence[Measured]]) -> list[Lone]:
+    """What each group shows. The costs of a context token, a prompt token and prefill are the server's and found from all."""
+    steps_ms, context_ms, step_rests = _step_lines(groups)
     prompt, uncached, pairs, first = (
-        np.array(column, float) for column in zip(*(_first_row(one) for one in requests), strict=True)
+        np.array(column, float) for column in zip(*(_first_row(one) for group in groups for one in group), strict=True)
     )
     if np.array_equal(prompt, uncached):
         prompt = np.zeros_like(prompt)  # nothing was cached: the two cannot be told apart, and prefill has the larger part
-    columns = np.stack([np.ones_like(prompt), prompt, uncached, pairs], axis=1)
-    (constant, per_prompt, per_prefill, per_pair), rest = _least_deviations(columns, first - step_ms - context_ms * prompt)
-    ending = float(np.median([one.e2e_ms - one.chunks[-1][0] for one in requests]))
-    headers = [one.headers_ms for one in requests if one.headers_ms is not None]
-    return Lone(
-        step_ms,
-        context_ms,
-        constant,
-        per_prompt,
-        per_prefill,
-        per_pair,
-        max(0.0, ending) / ENDING_WRITES,
-        float(np.median(headers)) if headers else None,
-        step_rest,
-        rest,
-        *_persistence(step_rest),
-    )
+    member = _membership(groups)
+    columns = np.column_stack([member, prompt, uncached, pairs])
+    found, rest = _least_deviations(columns, first - member @ steps_ms - context_ms * prompt)
+    per_prompt, per_prefill, per_pair = found[len(groups) :]
+    return [
+        Lone(
+            float(steps_ms[at]),
+            context_ms,
+            found[at],
+            per_prompt,
+            per_prefill,
+            per_pair,
+            _chunk_ms(group),
+            _headers_ms(group),
+            step_rests[at],
+            rest[member[:, at] > 0],
+            *_persistence(step_rests[at]),
+        )
+        for at, group in enumerate(groups)
+    ]
+
+
+def _chunk_ms(group: Sequence[Measured]) -> float:
+    """A write's cost, from those that follow the last token."""
+    return max(0.0, float(np.median([one.e2e_ms - one.chunks[-1][0] for one in group]))) / ENDING_WRITES
+
+
+def _headers_ms(group: Sequence[Measured]) -> float | None:
+    headers = [one.headers_ms for one in group if one.headers_ms is not None]
+    return float(np.median(headers)) if headers else None
+
+
+def _membership(groups: Sequence[Sequence[object]]) -> Vector:
+    """A column for each group: 1 in the rows of its members."""
+    return np.repeat(np.eye(len(groups)), [len(group) for group in groups], axis=0)
 
 
 _SEEDS = 2
+_PRIOR = 0.02
+"""What it costs the search to be a factor of e away from where it starts: what the runs do not tell stays near there."""
 _SCOUT_SPREAD = 0.8
 """Standard deviation of a scout's factor, as a logarithm."""
 _LAGS = (2, 50)
@@ -101,18 +126,23 @@ def _persistence(rest: Vector) -> tuple[float, float]:
     return (min(0.95, near / memory ** _LAGS[0]), memory) if memory else (0.0, 0.0)
 
 
-def _step_line(requests: Sequence[Measured]) -> tuple[float, float, Vector]:
+def _step_lines(groups: Sequence[Sequence[Measured]]) -> tuple[Vector, float, list[Vector]]:
+    """(a step of each group, a context token, what is left of each gap)."""
     rows = [
-        (one.prompt_tokens + before[1], (after[0] - before[0]))
-        for one in requests
-        for before, after in pairwise(one.chunks)
-        if after[1] - before[1] == 1
+        [
+            (one.prompt_tokens + before[1], after[0] - before[0])
+            for one in group
+            for before, after in pairwise(one.chunks)
+            if after[1] - before[1] == 1
+        ]
+        for group in groups
     ]
-    if not rows:
+    if not all(rows):
         raise FitError("no request has two single-token chunks: there is no inter-token time to fit")
-    context, gap = (np.array(column, float) for column in zip(*rows, strict=True))
-    (step, per_context), rest = _least_deviations(np.stack([np.ones_like(context), context], axis=1), gap)
-    return step, per_context, rest
+    context, gap = (np.array(column, float) for column in zip(*(row for group in rows for row in group), strict=True))
+    member = _membership(rows)
+    found, rest = _least_deviations(np.column_stack([member, context]), gap)
+    return np.array(found[:-1]), found[-1], [rest[member[:, at] > 0] for at in range(len(groups))]
 
 
 def _first_row(one: Measured) -> tuple[float, float, float, float]:
@@ -144,6 +174,7 @@ class Shared:
     frontend_step_ms: float
     wake_ms: float
     noise_growth: float
+    contention: float
     chunk_factor: float
     """Only where nothing was timed after the last token: in hundredths of a lone step."""
     request_ms: float
@@ -172,6 +203,7 @@ def profile_of(alone: Lone, shared: Shared, source: str = "") -> Profile:
             _ns(chunk_ms),
             _ns(shared.wake_ms),
             _ns(max(0.0, rest_ms - request_ms)),
+            round(shared.contention, 6),
             shared.turns,
         ),
         _noise(alone.step_noise_ms, alone.lasting, alone.memory),
@@ -203,91 +235,130 @@ def distance(measured: dict[str, Vector], simulated: dict[str, Vector]) -> float
     return total
 
 
+@dataclass(frozen=True)
+class Fit:
+    """What a fit found: for each group with a lone client a profile of its surroundings, and one of all together."""
+
+    profile: Profile
+    groups: Mapping[str, Profile]
+    distance: float | None
+    """None: there was nothing to compare."""
+
+    def of(self, run: Run) -> Profile:
+        return self.groups.get(run.group, self.profile)
+
+
 def fit(
     runs: Sequence[Run],
     limits: EngineLimits,
     *,
     seed: int = 0,
-    evaluations: int = 60,
+    evaluations: int = 75,
     say: Callable[[str], None] = lambda _text: None,
     source: str = "",
     turns: Sequence[int] = _TURNS,
     scouts: int = 0,
-) -> tuple[Profile, float | None]:
-    """A profile of these runs and its distance (None: nothing to compare). One of them must have concurrency 1.
+) -> Fit:
+    """Profiles of these runs. One of them must have concurrency 1.
 
     The search is local. `scouts` random points are tried before each descent, which then starts from the best of them.
     """
-    single = [request for run in runs if run.concurrency == 1 for request in run.requests]
-    others = [run for run in runs if run.concurrency != 1]
+    single: dict[str, list[Measured]] = {}
+    for run in runs:
+        if run.concurrency == 1:
+            single.setdefault(run.group, []).extend(run.requests)
     if not single:
         raise FitError("no run with concurrency 1 among those to fit: it is what separates a step from the waiting around it")
-    alone = lone(single)
-    start = Shared(0.05 * alone.step_ms, 0.1 * alone.first_ms, 0.25 * alone.first_ms, 0.5, 1.0, 0.5 * alone.first_ms, _TURNS[0])
-    if not others:
+    (pooled,) = lones([[one for group in single.values() for one in group]])
+    alone = dict(zip(single, lones(list(single.values())), strict=True))
+    others = [(run, alone.get(run.group, pooled)) for run in runs if run.concurrency != 1]
+    best, least = _start(pooled), None
+    if others:
+        best, least = _Search(others, limits, seed, say).run(best, evaluations, turns, scouts)
+    else:
         say("no run with concurrency above 1: the cost of a decoding sequence is a guess (5 % of a step)")
-        return profile_of(alone, start, source), None
-    best, least = _search(alone, start, others, limits, seed, evaluations, say, turns, scouts)
-    return profile_of(alone, best, source), least
+    groups = {name: profile_of(one, best, f"{source}; {name}" if name else source) for name, one in alone.items()}
+    return Fit(profile_of(pooled, best, source), groups, least)
 
 
-def _search(
-    alone: Lone,
-    start: Shared,
-    runs: Sequence[Run],
-    limits: EngineLimits,
-    seed: int,
-    evaluations: int,
-    say: Callable[[str], None],
-    shapes: Sequence[int],
-    scouts: int,
-) -> tuple[Shared, float]:
-    real = [series(run) for run in runs]
+def _start(alone: Lone) -> Shared:
+    return Shared(
+        0.05 * alone.step_ms, 0.1 * alone.first_ms, 0.25 * alone.first_ms, 0.5, 0.5, 1.0, 0.5 * alone.first_ms, _TURNS[0]
+    )
 
-    steady = replace(alone, lasting=0.0)  # slow times move whole runs: they would drown what the search looks for
 
-    def cost(shared: Shared) -> float:
-        profile = profile_of(steady, shared)
+class _Search:
+    """The second stage: owns the runs it compares with, each with what a lone client showed in its surroundings."""
+
+    def __init__(self, runs: Sequence[tuple[Run, Lone]], limits: EngineLimits, seed: int, say: Callable[[str], None]) -> None:
+        # slow times move whole runs: they would drown what the search looks for
+        self._runs = [(run, replace(alone, lasting=0.0), series(run)) for run, alone in runs]
+        self._free = [name for name in _FREE if not all(_known(alone, name) for _run, alone in runs)]
+        self._limits = limits
+        self._seed = seed
+        self._say = say
+
+    def run(self, start: Shared, evaluations: int, shapes: Sequence[int], scouts: int) -> tuple[Shared, float]:
+        """A short descent for each number of turns, each from the best so far, and a long one for the best number."""
+        origin = np.array([getattr(start, name) for name in self._free])
+
+        def at(point: Vector, turns: int) -> Shared:
+            values = map(float, origin * np.exp(point))
+            return replace(start, **dict(zip(self._free, values, strict=True)), turns=turns)
+
+        point, turns, least = np.zeros(len(origin)), shapes[0], float("inf")
+        chance = np.random.default_rng(self._seed)
+        for shape in shapes:
+            scouted = [point, *(chance.normal(0, _SCOUT_SPREAD, len(origin)) for _ in range(scouts))]
+            costs = [self._cost(at, one, shape) for one in scouted] if scouts else [0.0]
+            found, cost = self._descend(at, scouted[costs.index(min(costs))], shape, evaluations // 3)
+            if cost < least:
+                point, turns, least = found, shape, cost
+        found, cost = self._descend(at, point, turns, evaluations)
+        best = at(found if cost < least else point, turns)
+        self._say(f"found {best}")
+        return best, self._distance(best)
+
+    def _descend(
+        self, at: Callable[[Vector, int], Shared], first: Vector, turns: int, evaluations: int
+    ) -> tuple[Vector, float]:
+        found = minimize(
+            lambda point: self._cost(at, point, turns),
+            first,
+            method="Nelder-Mead",
+            options={"maxfev": evaluations, "initial_simplex": _simplex(first)},
+        )
+        self._say(f"turns {turns}: distance {found.fun:.4f}")
+        return found.x, float(found.fun)
+
+    def _cost(self, at: Callable[[Vector, int], Shared], point: Vector, turns: int) -> float:
+        return self._distance(at(point, turns)) + _PRIOR * float(np.sum(point**2))
+
+    def _distance(self, shared: Shared) -> float:
         return sum(
-            distance(measured, series(replay(run, profile, limits, seed=seed + at)))
-            for run, measured in zip(runs, real, strict=True)
+            distance(measured, series(replay(run, profile_of(alone, shared), self._limits, seed=self._seed + at)))
+            for run, alone, measured in self._runs
             for at in range(_SEEDS)
         )
 
-    free = [name for name in _FREE if not _known(alone, name)]
-    origin = np.array([getattr(start, name) for name in free])
 
-    def at(point: Vector, turns: int) -> Shared:
-        return replace(start, **dict(zip(free, map(float, origin * np.exp(point)), strict=True)), turns=turns)
-
-    best, best_point, least = start, np.zeros(len(free)), float("inf")
-    chance = np.random.default_rng(seed)
-    for turns in shapes:
-        scouted = [best_point, *(chance.normal(0, _SCOUT_SPREAD, len(free)) for _ in range(scouts))]
-        costs = [cost(at(point, turns)) for point in scouted] if scouts else [0.0]
-        origin_point = scouted[costs.index(min(costs))]
-        found = minimize(
-            lambda point, turns=turns: cost(at(point, turns)),
-            origin_point,
-            method="Nelder-Mead",
-            options={
-                "maxfev": evaluations if turns == shapes[0] else evaluations // 2,
-                "initial_simplex": _simplex(origin_point),
-            },
-        )
-        say(f"turns {turns}: distance {found.fun:.4f}")
-        if found.fun < least:
-            best, best_point, least = at(found.x, turns), found.x, float(found.fun)
-    say(f"found {best}")
-    return best, least
-
-
-_FREE = ("decode_seq_ms", "frontend_step_ms", "wake_ms", "noise_growth", "chunk_factor", "request_ms")
+_FREE = ("decode_seq_ms", "frontend_step_ms", "wake_ms", "noise_growth", "contention", "chunk_factor", "request_ms")
 
 
 def _known(alone: Lone, name: str) -> bool:
     """The lone client has shown it already."""
     return (name == "chunk_factor" and alone.chunk_ms > 0) or (name == "request_ms" and alone.headers_ms is not None)
+
+
+def unseen(runs: Sequence[Run], fitted: Sequence[Run]) -> list[str]:
+    """What is asked of the fit that its runs do not show."""
+    prefill, shown = (
+        max((one.prompt_tokens - one.cached_tokens for run in part for one in run.requests), default=0)
+        for part in (runs, [run for run in fitted if run.concurrency == 1])
+    )
+    if prefill <= 2 * shown:
+        return []
+    return [f"prefill is a guess: a lone client was seen with at most {shown} uncached tokens, {prefill} are to be predicted"]
 
 
 def _simplex(point: Vector) -> Vector:

@@ -4,8 +4,10 @@
 | --- | --- | --- |
 | `windtunnel` | JSONL, a request a line, every chunk with its time (the recorded trace) | nothing |
 | `vllm-bench` | `vllm bench serve --save-result --save-detailed`, one document a run | time of the last byte, cached tokens |
-| `aiperf` | `profile_export.jsonl` of AIPerf 0.14 | cached tokens, the concurrency |
-| `guidellm` | `benchmarks.json` of GuideLLM | chunks between first and last (taken as even), cached tokens |
+| `aiperf` | `profile_export.jsonl` of AIPerf 0.13 | the concurrency |
+| `guidellm` | `benchmarks.json` of GuideLLM 0.8 | chunks between first and last (taken as even) |
+
+Tokens, cached ones included, are the server's counts where it sends them.
 
 GenAI-Perf's `profile_export.json` has no token counts, so nothing can be fitted to it; its successor AIPerf writes them.
 """
@@ -96,7 +98,8 @@ def _line(name: str, number: int, line: str) -> Row:
         raise TraceError(f"{name} line {number}: not JSON: {error.msg} at column {error.colno}") from None
 
 
-_MARKS = {"chunks": "windtunnel", "ttfts": "vllm-bench", "metadata": "aiperf", "benchmarks": "guidellm"}
+_MARKS = {"chunks": "windtunnel", "ttfts": "vllm-bench", "benchmarks": "guidellm", "metadata": "aiperf"}
+"""A field that tells a format, tried in this order: GuideLLM has `metadata`, too."""
 
 
 def _detect(first: Row) -> str:
@@ -110,11 +113,13 @@ def _detect(first: Row) -> str:
     raise TraceError(f"{first.where}: no known format has these fields; the first ones are {', '.join(list(first.data)[:6])}")
 
 
-def _grouped(requests: Iterator[tuple[str, int | None, Measured]]) -> list[Run]:
-    groups: dict[tuple[str, int | None], list[Measured]] = {}
-    for name, concurrency, request in requests:
-        groups.setdefault((name, concurrency), []).append(request)
-    return [Run(name, concurrency, requests) for (name, concurrency), requests in groups.items()]
+def _grouped(requests: Iterator[tuple[str, str, int | None, Measured]]) -> list[Run]:
+    runs: dict[tuple[str, str, int | None], list[Measured]] = {}
+    for group, load, concurrency, request in requests:
+        runs.setdefault((group, load, concurrency), []).append(request)
+    return [
+        Run(f"{group} {load}".strip(), concurrency, requests, group) for (group, load, concurrency), requests in runs.items()
+    ]
 
 
 # windtunnel
@@ -124,7 +129,7 @@ def _windtunnel(rows: Sequence[Row], _concurrency: int | None) -> list[Run]:
     return _grouped(_windtunnel_request(row) for row in rows)
 
 
-def _windtunnel_request(row: Row) -> tuple[str, int | None, Measured]:
+def _windtunnel_request(row: Row) -> tuple[str, str, int | None, Measured]:
     data = row.data
     closed = data.get("concurrency") is not None and data.get("poisson_rate_rps") is None
     concurrency = row.whole("concurrency", least=1) if closed else None
@@ -144,7 +149,7 @@ def _windtunnel_request(row: Row) -> tuple[str, int | None, Measured]:
         cached,
         row.number("headers_ms") if data.get("headers_ms") is not None else None,
     )
-    return f"pass {data['pass']} {load}" if "pass" in data else load, concurrency, request
+    return f"pass {data['pass']}" if "pass" in data else "", load, concurrency, request
 
 
 def _chunk(row: Row, at: int, item: Any) -> tuple[float, int]:
@@ -224,14 +229,26 @@ def _aiperf_request(row: Row) -> Measured:
     gaps = metrics.part("inter_chunk_latency")
     scale = _unit(gaps)
     gaps_ms = [scale * _number(gaps.where, f"value[{at}]", gap) for at, gap in enumerate(gaps.items("value"))]
-    tokens = metrics.part("output_sequence_length").whole("value", least=1)
+    tokens = _aiperf_tokens(metrics, "usage_completion_tokens", "output_sequence_length")
+    prompt = _aiperf_tokens(metrics, "usage_prompt_tokens", "input_sequence_length")
+    cached = metrics.part(_AIPERF_CACHED).whole("value") if metrics.data.get(_AIPERF_CACHED) else 0
+    times_ms = list(accumulate([first_ms, *gaps_ms]))
     return Measured(
         row.part("metadata").number("request_start_ns") / 1e9,
-        metrics.part("input_sequence_length").whole("value", least=1),
+        prompt,
         tokens,
-        _spread(list(accumulate([first_ms, *gaps_ms])), tokens),
-        _aiperf_ms(metrics, "request_latency"),
+        _spread(times_ms, tokens),
+        max(_aiperf_ms(metrics, "request_latency"), times_ms[-1]),
+        min(cached, prompt - 1),
     )
+
+
+_AIPERF_CACHED = "usage_prompt_cache_read_tokens"
+
+
+def _aiperf_tokens(metrics: Row, counted: str, estimated: str) -> int:
+    """The server's count, where it sent one: AIPerf's own comes from its tokenizer, without the chat template."""
+    return metrics.part(counted if metrics.data.get(counted) else estimated).whole("value", least=1)
 
 
 def _aiperf_ms(metrics: Row, name: str) -> float:
@@ -278,12 +295,15 @@ def _guidellm_request(row: Row) -> Measured:
     first_ms, tokens = row.number("time_to_first_token_ms"), row.whole("output_tokens", least=1)
     gap_ms = row.number("inter_token_latency_ms") if tokens > 1 else 0.0
     times_ms = [first_ms + gap_ms * at for at in range(tokens)]
+    prompt = row.whole("prompt_tokens", least=1)
+    cached = row.whole("cached_tokens") if row.data.get("cached_tokens") is not None else 0
     return Measured(
         row.number("request_start_time"),
-        row.whole("prompt_tokens", least=1),
+        prompt,
         tokens,
         _spread(times_ms, tokens),
         max(1e3 * row.number("request_latency"), times_ms[-1]),
+        min(cached, prompt - 1),
     )
 
 

@@ -51,6 +51,8 @@ class Run:
     name: str
     concurrency: int | None
     requests: Sequence[Measured]
+    group: str = ""
+    """Runs that were measured together, one soon after another: their surroundings were the same (a pass of the trace)."""
 
     @cached_property
     def thinks_ms(self) -> list[float]:

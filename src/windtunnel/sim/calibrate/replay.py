@@ -6,10 +6,12 @@ of each prompt was cached, and the clients' pause between two requests (or, with
 
 import random
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 
-from windtunnel.core.frontend import ENDING_WRITES, Chunk, Frontend
+from windtunnel.core.fronted import FrontedEngine
+from windtunnel.core.frontend import ENDING_WRITES
+from windtunnel.core.outputs import TokenOutput
 from windtunnel.core.profile import Profile, ProfilePacing
 from windtunnel.core.request import EngineRequest
 from windtunnel.core.sources import SequenceSource
@@ -17,6 +19,7 @@ from windtunnel.core.vllm import VllmEngine, VllmEngineConfig
 from windtunnel.sim.calibrate.measured import Measured, Run
 
 MAX_EVENTS = 20_000_000
+_NO_END_NS = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +34,7 @@ class EngineLimits:
 def replay(run: Run, profile: Profile, limits: EngineLimits, *, seed: int) -> Run:
     """The same run as the simulator has it."""
     player = _Player(run, profile, limits, seed)
-    return Run(run.name, run.concurrency, player.play())
+    return replace(run, requests=player.play())
 
 
 @dataclass(slots=True)
@@ -46,19 +49,17 @@ class _Player:
 
     def __init__(self, run: Run, profile: Profile, limits: EngineLimits, seed: int) -> None:
         self._draws = random.Random(seed)
-        self._engine = VllmEngine(_engine_config(run, limits), ProfilePacing(profile, self._draws))
-        self._frontend = Frontend(profile.frontend, profile.request_noise, self._draws)
-        self._wake_ns = round(profile.frontend.wake_ns)
+        pacing = ProfilePacing(profile, self._draws)
+        self._engine = VllmEngine(_engine_config(run, limits), pacing)
+        self._fronted = FrontedEngine(self._engine, pacing, self._draws)
         self._ending_ns = round(ENDING_WRITES * profile.frontend.chunk_ns)
         self._thinks_ms = run.thinks_ms or [0.0]
         self._closed = run.concurrency
         self._todo = deque(sorted(run.requests, key=lambda request: request.sent_s))
         self._sends: list[tuple[int, int]] = []
-        self._submissions: list[tuple[int, str]] = []
         self._open: dict[str, _Open] = {}
         self._done: list[Measured] = []
         self._started = 0
-        self._block = limits.block_size
 
     def play(self) -> list[Measured]:
         start_ns = self._warm()
@@ -88,64 +89,41 @@ class _Player:
         return start_ns
 
     def _next(self) -> bool:
-        """The earliest of four kinds of event. False: nothing is left."""
-        times = (
-            self._sends[0][0] if self._sends else None,
-            self._submissions[0][0] if self._submissions else None,
-            self._engine.next_event_at(),
-            self._frontend.next_event_at(),
-        )
-        due = [(at, kind) for kind, at in enumerate(times) if at is not None]
-        if not due:
-            return False
-        at_ns, kind = min(due)
-        (self._send, self._submit, self._advance, self._turn)[kind](at_ns)
-        return True
+        """The next sending, or what the server does before it. False: nothing is left."""
+        send_ns, server_ns = (self._sends[0][0] if self._sends else None), self._fronted.next_event_at()
+        if send_ns is not None and (server_ns is None or send_ns <= server_ns):
+            self._send(send_ns)
+        elif server_ns is not None:
+            self._serve(_NO_END_NS if send_ns is None else send_ns)
+        return send_ns is not None or server_ns is not None
 
     def _send(self, at_ns: int) -> None:
         heappop(self._sends)
         if not self._todo:
             return
         work, key = self._todo.popleft(), str(self._started)
+        own = self._started * 10_000 + 20_000_000
         self._started += 1
         self._open[key] = _Open(work, at_ns)
-        self._frontend.arrive(key, work.prompt_tokens, at_ns)
-
-    def _submit(self, at_ns: int) -> None:
-        _, key = heappop(self._submissions)
-        work = self._open[key].work
-        cached = work.cached_tokens
-        own = int(key) * 10_000 + 20_000_000
-        prompt = (*_prefix(cached), *range(own, own + work.prompt_tokens - cached))
+        prompt = (*_prefix(work.cached_tokens), *range(own, own + work.prompt_tokens - work.cached_tokens))
         source = SequenceSource((0,), ignore_eos=True)
-        self._engine.submit([EngineRequest(key, prompt, source, work.output_tokens, at_ns, ignore_eos=True)], at_ns)
+        self._fronted.submit([EngineRequest(key, prompt, source, work.output_tokens, at_ns, ignore_eos=True)], at_ns)
 
-    def _advance(self, at_ns: int) -> None:
-        for step in self._engine.advance(at_ns):
-            outputs = [(output.request_id, output.finish_reason is not None) for output in step.outputs]
-            if outputs:
-                self._frontend.take_outputs(outputs, step.at_ns)
+    def _serve(self, until_ns: int) -> None:
+        for step in self._fronted.advance(until_ns):
+            for output in step.outputs:
+                self._receive(output, step.at_ns)
 
-    def _turn(self, _at_ns: int) -> None:
-        submissions, chunks = self._frontend.turn()
-        wake_ns = self._wake_ns if self._engine.next_event_at() is None else 0
-        for submission in submissions:
-            heappush(self._submissions, (submission.at_ns + wake_ns, submission.key))
-        for chunk in chunks:
-            self._receive(chunk)
-
-    def _receive(self, chunk: Chunk) -> None:
-        one = self._open[chunk.key]
-        made = one.chunks[-1][1] if one.chunks else 0
-        one.chunks.append(((chunk.at_ns - one.sent_ns) / 1e6, made + chunk.tokens))
-        if not chunk.last:
+    def _receive(self, output: TokenOutput, at_ns: int) -> None:
+        one = self._open[output.request_id]
+        made = (one.chunks[-1][1] if one.chunks else 0) + len(output.token_ids)
+        one.chunks.append(((at_ns - one.sent_ns) / 1e6, made))
+        if output.finish_reason is None:
             return
-        end_ns = chunk.at_ns + self._ending_ns
+        end_ns = at_ns + self._ending_ns
         work, e2e_ms = one.work, (end_ns - one.sent_ns) / 1e6
-        self._done.append(
-            Measured(one.sent_ns / 1e9, work.prompt_tokens, made + chunk.tokens, tuple(one.chunks), e2e_ms, work.cached_tokens)
-        )
-        del self._open[chunk.key]
+        self._done.append(Measured(one.sent_ns / 1e9, work.prompt_tokens, made, tuple(one.chunks), e2e_ms, work.cached_tokens))
+        del self._open[output.request_id]
         if self._closed is not None:
             pause_ms = self._thinks_ms[int(self._draws.random() * len(self._thinks_ms))]
             heappush(self._sends, (end_ns + round(pause_ms * 1e6), self._started))

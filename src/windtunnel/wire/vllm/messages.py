@@ -482,7 +482,10 @@ def body(generation: Generation, choices: Sequence[ChoiceResult], usage: Usage) 
         told["stop_reason"] = reason
     if sequence is not None:
         told["stop_sequence"] = sequence
-    return http.dumps(told | {"usage": _usage(usage, spec)})
+    told["usage"] = _usage(usage, spec)
+    if usage.kv_transfer is not None:
+        told["kv_transfer_params"] = usage.kv_transfer
+    return http.dumps(told)
 
 
 def _content(spec: MessageSpec, text: str) -> tuple[list[dict[str, Any]], bool]:

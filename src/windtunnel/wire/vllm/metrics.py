@@ -19,6 +19,7 @@ from windtunnel.core.outputs import FinishReason, StepOutput, StepStats, TokenOu
 from windtunnel.core.request import EngineRequest
 from windtunnel.core.units import MS, S
 from windtunnel.wire.metrics import Family, Histogram, MetricSpec, Store, Value
+from windtunnel.wire.vllm.nixl_metrics import NixlMetrics
 
 _MODEL = ("model_name", "engine")
 _TOKEN_FAMILIES = {
@@ -213,7 +214,7 @@ class RequestTimings:
     last_token_ns: int = 0
     cached_tokens: int = 0
     external_tokens: int = 0
-    """Of the cached ones."""
+    """Of the cached ones: from a host or disk tier, or through a KV connector."""
     generated: int = 0
     preemptions: int = 0
     unreported_preemptions: int = 0
@@ -226,7 +227,7 @@ class RequestTimings:
             case Event.SCHEDULE if self.scheduled_ns is None:
                 self.scheduled_ns = transition.at_ns
                 detail = transition.detail or {}
-                self.external_tokens = int(detail.get("host_tokens", 0)) + int(detail.get("disk_tokens", 0))
+                self.external_tokens = sum(int(detail.get(f"{source}_tokens", 0)) for source in ("host", "disk", "external"))
             case Event.PREEMPT:
                 self.preemptions += 1
                 self.unreported_preemptions += 1
@@ -283,7 +284,7 @@ class VllmMetrics:
     """All series of one vLLM server. Single-threaded; owns the timings of every live sequence.
 
     `clock_s` gives Unix seconds (for `_created` and the LoRA gauge). All other times are the driver's nanoseconds. The LoRA
-    gauge exists only with `max_loras`.
+    gauge exists only with `max_loras`, the NIXL series only with a connector of this `kv_role`.
     """
 
     def __init__(
@@ -294,6 +295,7 @@ class VllmMetrics:
         cache_config: Mapping[str, str],
         clock_s: Callable[[], float],
         max_loras: int | None = None,
+        kv_role: str | None = None,
     ) -> None:
         self.store = Store(clock_s)
         self._clock_s = clock_s
@@ -301,6 +303,8 @@ class VllmMetrics:
         self._live: dict[str, RequestTimings] = {}
         self._max_loras = max_loras
         self._rejections, self._engines = self._engine_families(engine_ranks, max_model_len)
+        self._nixl = None if kv_role is None else NixlMetrics(self.store, model_name, engine_ranks, kv_role)
+        self._external_source = "host" if kv_role is None else "p2p"
         self._lora = self.store.values(LORA_SPEC) if max_loras is not None else None
         self._add_cache_config(engine_ranks, cache_config)
         self._http_requests = self.store.values(HTTP_REQUESTS)
@@ -362,8 +366,15 @@ class VllmMetrics:
                 timings.fold(transition)
         if step.stats is not None:
             self._fold_stats(engine, step.stats)
+            if self._nixl is not None:
+                self._nixl.on_stats(rank, step.stats)
         if step.outputs or in_runs:
             self._fold_outputs(engine, step, now_ns, in_runs)
+
+    def on_transfers(self, rank: int, observations: Iterable[tuple[str, float]]) -> None:
+        """What the KV connector of engine `rank` has observed (`KvEngine.take_observations`)."""
+        if self._nixl is not None:
+            self._nixl.on_transfers(rank, observations)
 
     def on_run(self, rank: int, request_id: str, times_ns: Sequence[int]) -> None:
         """Tokens of one sequence after its first, one for each of these times."""
@@ -392,7 +403,7 @@ class VllmMetrics:
         value["prefix_cache_hits"].value += stats.prefix_hits
         value["external_prefix_cache_queries"].value += stats.external_queries
         value["external_prefix_cache_hits"].value += stats.external_hits
-        enum["prompt_tokens_cached_by_source", "host"].value += stats.external_hits - stats.disk_hits
+        enum["prompt_tokens_cached_by_source", self._external_source].value += stats.external_hits - stats.disk_hits
         enum["prompt_tokens_cached_by_source", "disk"].value += stats.disk_hits
         enum["prompt_tokens_cached_by_source", "device"].value += stats.prefix_hits
         if self._lora is not None:

@@ -1,0 +1,68 @@
+"""The series of a NIXL connector, fed by two engines."""
+
+from tests.core.vllm.kv_rig import Pair, answer
+
+from windtunnel.wire.vllm.metrics import VllmMetrics, cache_config_labels
+from windtunnel.wire.vllm.nixl_metrics import COUNTERS, HISTOGRAMS
+
+
+def metrics(kv_role: str | None) -> VllmMetrics:
+    labels = cache_config_labels(block_size=16, num_gpu_blocks=65, max_model_len=1024)
+    return VllmMetrics("m", [0], 1024, labels, lambda: 0.0, kv_role=kv_role)
+
+
+def text(shown: VllmMetrics) -> list[str]:
+    return shown.store.text().decode().splitlines()
+
+
+def run_pair() -> tuple[VllmMetrics, VllmMetrics]:
+    """One request over both, and one whose lease runs out and is read all the same."""
+    pair = Pair()
+    prefill, decode = metrics("kv_producer"), metrics("kv_consumer")
+    pair.both("a")
+    params = pair.prefill("b")
+    pair.run()
+    pair.decode("b", params)
+    pair.run()
+    assert pair.d.tokens["b-d"] == answer("b")
+    for node, shown in ((pair.p, prefill), (pair.d, decode)):
+        for step in node.steps:
+            shown.on_step(0, step, step.at_ns)
+        shown.on_transfers(0, node.engine.take_observations())
+    return prefill, decode
+
+
+def test_both_sides() -> None:
+    prefill, decode = (text(shown) for shown in run_pair())
+    labels = '{engine="0",model_name="m"}'
+    assert f"vllm:nixl_num_kv_expired_reqs_total{labels} 1.0" in prefill
+    assert f"vllm:nixl_num_notifications_after_expiry_total{labels} 1.0" in prefill
+    assert f"vllm:nixl_num_failed_transfers_total{labels} 0.0" in decode
+    assert f"vllm:nixl_bytes_transferred_count{labels} 2.0" in decode
+    assert f"vllm:nixl_bytes_transferred_sum{labels} 224.0" in decode
+    assert f"vllm:nixl_post_time_seconds_count{labels} 0.0" in decode
+    assert f"vllm:external_prefix_cache_queries_total{labels} 200.0" in decode
+    assert f"vllm:external_prefix_cache_hits_total{labels} 198.0" in decode
+    source = 'engine="0",model_name="m",source='
+    assert f'vllm:prompt_tokens_cached_by_source_total{{{source}"p2p"}} 198.0' in decode
+    assert f'vllm:prompt_tokens_cached_by_source_total{{{source}"host"}} 0.0' in decode
+
+
+def test_the_stages_are_shown_where_kv_is_consumed() -> None:
+    stages = "vllm:num_requests_kv_fetch_by_stage{"
+    assert sum(line.startswith(stages) for line in text(metrics("kv_both"))) == 3
+    assert not any(line.startswith(stages) for line in text(metrics("kv_producer")))
+
+
+def test_without_a_connector_there_is_nothing_of_it() -> None:
+    assert not any("nixl" in line or "kv_fetch" in line for line in text(metrics(None)))
+
+
+def test_buckets_are_those_of_the_reference() -> None:
+    bounds = {stem: buckets for stem, (_text, buckets) in HISTOGRAMS.items()}
+    assert (bounds["nixl_xfer_time_seconds"][0], bounds["nixl_xfer_time_seconds"][-1]) == (0.005, 5)
+    assert (bounds["nixl_post_time_seconds"][0], bounds["nixl_post_time_seconds"][-1]) == (0.001, 5)
+    assert (bounds["nixl_bytes_transferred"][0], bounds["nixl_bytes_transferred"][-1]) == (2**11, 2**33)
+    assert bounds["nixl_bytes_transferred"] == tuple(2048 * 4**power for power in range(12))
+    assert bounds["nixl_num_descriptors"] == (10, 20, 30, 50, 75, 100, 200, 400, 1000, 2000, 4000, 10000, 20000, 50000)
+    assert len(COUNTERS) == 4
