@@ -31,3 +31,16 @@ def test_transfer_workers_that_wait_are_named() -> None:
         "prefill (release 0.5.12, rule nores) holds 1 rooms, 1 metadata slots",
         "  rank 0 queue 1: room 77 at wait, 2 behind it",
     ]
+
+
+def test_blocks_that_are_kept_for_a_reader_are_named() -> None:
+    part = {
+        "mode": "kv_producer",
+        "connector": "NixlConnector",
+        "outstanding": {"holds": 1, "loads": 0},
+        "holds": [{"request_id": "cmpl-1-0-ab", "blocks": [1, 2, 3], "lease_ms": 29_500.0}],
+    }
+    assert _workers(part).splitlines() == [
+        "kv_producer (NixlConnector) holds 1 holds, 0 loads",
+        "  cmpl-1-0-ab: 3 blocks for another 29.5s",
+    ]

@@ -57,6 +57,7 @@ async def live(**values: Any) -> AsyncIterator[LiveServer]:
     server = Server(config, asyncio.get_running_loop())
     process = SimulatorProcess(uvicorn_config(config, server), server)
     process.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]
+    await server.flavour.start(server)
     task = asyncio.create_task(process.serve())
     try:
         async with asyncio.timeout(PATIENCE_S):
@@ -67,6 +68,7 @@ async def live(**values: Any) -> AsyncIterator[LiveServer]:
         server.jobs.fail_all(WireError("the test is over", 500))
         process.should_exit = process.force_exit = True
         await task
+        await server.flavour.stop()
         server.close()
 
 

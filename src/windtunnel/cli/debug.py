@@ -90,7 +90,7 @@ def _text(value: Any) -> str:
 
 
 def _workers(part: Mapping[str, Any]) -> str:
-    """Held in all, and transfer workers that wait on something."""
+    """Held in all, and what waits: transfer workers (SGLang), blocks that are kept for a reader (vLLM)."""
     held = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in part["outstanding"].items())
     busy = [
         f"rank {rank} queue {number}: room {one['room']} at {one['action']}, {one['queued']} behind it"
@@ -98,5 +98,9 @@ def _workers(part: Mapping[str, Any]) -> str:
         for number, one in enumerate(workers)
         if one["room"] is not None
     ]
-    head = f"{part['mode']} (release {part['profile']}, rule {part['status_rule']}) holds {held}"
-    return "\n".join([head, *(f"  {line}" for line in busy)])
+    busy += [
+        f"{one['request_id']}: {len(one['blocks'])} blocks for another {one['lease_ms'] / 1000:.1f}s"
+        for one in part.get("holds", ())
+    ]
+    kind = part["connector"] if "connector" in part else f"release {part['profile']}, rule {part['status_rule']}"
+    return "\n".join([f"{part['mode']} ({kind}) holds {held}", *(f"  {line}" for line in busy)])

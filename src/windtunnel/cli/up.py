@@ -19,14 +19,16 @@ def register(app: typer.Typer) -> None:
 
 
 def up(
-    what: Annotated[str, typer.Argument(help="vllm, sglang, sglang-pd, or a TOML file with [[server]] tables")],
+    what: Annotated[str, typer.Argument(help="vllm, sglang, sglang-pd, vllm-pd, or a TOML file with [[server]] tables")],
     port: Annotated[int, typer.Option(min=0, max=65535, help="The router's port; 0 picks a free one")] = 0,
     worker_port: Annotated[list[str] | None, typer.Option(help="NAME=PORT of a server; may be repeated")] = None,
     workers: Annotated[int, typer.Option(min=1, max=64, help="How many servers (vllm, sglang)")] = 2,
     prefills: Annotated[int, typer.Option(min=1, max=32, help="How many prefill servers")] = 1,
     decodes: Annotated[int, typer.Option(min=1, max=32, help="How many decode servers")] = 1,
-    router: Annotated[str | None, typer.Option(help="windtunnel (ours), sglang-router (the package), or none")] = None,
-    args: Annotated[list[str] | None, typer.Option("--args", help="[ROLE or NAME:]FLAGS for servers; may be repeated")] = None,
+    router: Annotated[
+        str | None, typer.Option(help="windtunnel (ours), sglang-router or vllm-router (the packages), or none")
+    ] = None,
+    args: Annotated[list[str] | None, typer.Option("--args", help="[ROLE, NAME or router:]FLAGS; may be repeated")] = None,
     liveness: Annotated[str, typer.Option(help="How often each /health is asked, as an orchestrator does; 0 is never")] = "10s",
 ) -> None:
     """Start servers and a router, say where they are, and run until Ctrl-C. Exit codes: 0 stopped, 1 one ended by itself."""
@@ -55,7 +57,7 @@ def _plan(
     from dataclasses import replace
 
     from windtunnel.core.units import parse_duration_ns
-    from windtunnel.serve.up.plan import PRESETS, UpError, preset, read, with_args
+    from windtunnel.serve.up.plan import PRESETS, check_router, preset, read, with_args
 
     if what in PRESETS:
         plan = preset(what, workers=workers, prefills=prefills, decodes=decodes)
@@ -65,8 +67,7 @@ def _plan(
     else:
         plan = preset(what)
     if router is not None:
-        if router not in ("windtunnel", "sglang-router", "none"):
-            raise UpError(f"--router is {router!r}: must be windtunnel, sglang-router or none")
+        check_router(router, "--router")
         plan = replace(plan, router=cast("RouterKind", router))
     return with_args(_with_ports(replace(plan, router_port=port or plan.router_port), worker_ports), _extra(args))
 

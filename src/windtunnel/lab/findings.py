@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from windtunnel.lab.causes import CAUSES, hung
-from windtunnel.lab.conservation import finished_beyond_clients, imbalances
+from windtunnel.lab.conservation import LEASES, finished_beyond_clients, imbalances
 from windtunnel.lab.latency import slowdowns
 from windtunnel.lab.outlived import (
     Outlived,
@@ -359,6 +359,13 @@ def _cancel_miscounted(result: StormResult) -> Iterator[str]:
     return iter(imbalances(result))
 
 
+def _lease_expired(result: StormResult) -> Iterator[str]:
+    """Between two samples; the last one that is usable counts."""
+    last = next((sample for sample in reversed(result.samples) if sample.usable and LEASES in sample.counters), None)
+    if last is not None and (rise := last.counters[LEASES] - result.baseline.counters.get(LEASES, 0.0)) > 0:
+        yield f"prefills gave up the KV of {rise:g} requests that no decode had read: it was held for the whole lease"
+
+
 def _drain_timeout(result: StormResult) -> Iterator[str]:
     drain = result.drain
     if drain is None:
@@ -475,6 +482,12 @@ KINDS: tuple[FindingKind, ...] = (
         Severity.LOW,
         "a request that was cancelled is counted twice, as a success, or not at all",
         _cancel_miscounted,
+    ),
+    FindingKind(
+        "lease_expired",
+        Severity.MEDIUM,
+        "a client that leaves between prefill and decode: the decode request is not sent, and only a decode releases a prefill",
+        _lease_expired,
     ),
     FindingKind(
         "retry_storm_amplified",

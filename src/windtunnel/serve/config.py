@@ -8,6 +8,7 @@ from windtunnel.core.units import MS, S
 from windtunnel.serve.failures import FailureConfig
 from windtunnel.serve.kv_config import KvEventsConfig
 from windtunnel.serve.sglang.settings import DisaggSettings
+from windtunnel.serve.vllm_pd.settings import KvTransferSettings
 
 Engine = Literal["vllm", "sglang"]
 Runner = Literal["generate", "pooling"]
@@ -194,6 +195,7 @@ class ServeConfig:
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     scheduler: EngineSettings = field(default_factory=EngineSettings)
     disagg: DisaggSettings = field(default_factory=DisaggSettings)
+    kv_transfer: KvTransferSettings = field(default_factory=KvTransferSettings)
     kv_events: KvEventsConfig = field(default_factory=KvEventsConfig)
     failures: FailureConfig = field(default_factory=FailureConfig)
     limits: ServerLimits = field(default_factory=ServerLimits)

@@ -88,6 +88,13 @@ def make_metrics(config: ServeConfig, engine: VllmEngineConfig) -> VllmMetrics:
         prefix_caching_hash_algo=engine.prefix_caching_hash_algo,
         **({"kv_offloading_size": config.scheduler.kv_offloading_gib or None} if engine.host_blocks else {}),
     )
+    settings = config.kv_transfer
     return VllmMetrics(
-        config.names[0], range(config.data_parallel_size), engine.max_model_len, labels, time.time, engine.max_loras or None
+        config.names[0],
+        range(config.data_parallel_size),
+        engine.max_model_len,
+        labels,
+        time.time,
+        engine.max_loras or None,
+        settings.parsed("-").config.role if settings.on else None,
     )

@@ -20,6 +20,8 @@ from windtunnel.serve.failures import FAILURES
 from windtunnel.serve.foreign_flags import FOREIGN_FLAGS, SHORT_FLAGS
 from windtunnel.serve.kv_config import check_kv_events, parse_endpoint, parse_kv_events
 from windtunnel.serve.seams import resolve
+from windtunnel.serve.transfer import parse_fates
+from windtunnel.serve.vllm_pd.settings import EXAMPLE, MEMBERS, read_json
 from windtunnel.wire.kv_events import FORMATS, HASH_FORMS
 
 Parse = Callable[[Any], Any]
@@ -215,6 +217,49 @@ class Flag:
 _POSITIVE = _integer(1)
 _COUNT = _integer(0)
 
+_KV_TRANSFER_FLAGS: tuple[Flag, ...] = (
+    Flag("kv-transfer-config", "kv_transfer.told", read_json, f"the KV connector of a P/D worker: {EXAMPLE}"),
+    *(
+        Flag(f"kv-transfer-config.{name.replace('_', '-')}", f"kv_transfer.{name}", _text, f"its member {name} alone")
+        for name in MEMBERS
+    ),
+    Flag(
+        "nixl-side-channel-host",
+        "kv_transfer.side_channel_host",
+        _text,
+        "where others find this engine (also VLLM_NIXL_SIDE_CHANNEL_HOST; localhost)",
+    ),
+    Flag(
+        "nixl-side-channel-port",
+        "kv_transfer.side_channel_port",
+        _integer(0, 65535),
+        "plus the data-parallel rank; 0 picks free ones (also VLLM_NIXL_SIDE_CHANNEL_PORT; 5600)",
+    ),
+    Flag(
+        "nixl-hold",
+        "kv_transfer.hold",
+        _choice("lease", "timeout"),
+        "how long a prefill holds blocks: a lease that heartbeats extend, or one timeout, as releases before vLLM #41383",
+    ),
+    Flag(
+        "nixl-abort-request-timeout",
+        "kv_transfer.abort_timeout_ns",
+        _seconds,
+        "that timeout (also VLLM_NIXL_ABORT_REQUEST_TIMEOUT; 480 s)",
+    ),
+    Flag(
+        "kv-transfer-backend",
+        "kv_transfer.backend",
+        _choice("sim", "nixl"),
+        "sim models the time of a move; nixl moves real bytes (needs the package nixl)",
+    ),
+    Flag("nixl-block-bytes", "kv_transfer.nixl_block_bytes", _integer(32, 1 << 24), "real bytes of a block (4096)"),
+    Flag("transfer-bandwidth", "kv_transfer.bandwidth_gb_s", _number(1e-9, 1e6), "10^9 bytes a second between P/D workers"),
+    Flag("transfer-latency", "kv_transfer.transfer_latency_ns", _duration, "of each read or write"),
+    Flag("transfer-dead-peer", "kv_transfer.dead_peer_ns", _duration, "until the transport reports a peer that has gone"),
+    Flag("transfer-fates", "kv_transfer.fates", parse_fates, "shares of moves that stall, fail or lose their peer: stall=0.01"),
+)
+
 FLAGS: tuple[Flag, ...] = (
     Flag("model", "model", _text, "model name; any name works"),
     Flag("engine", "engine", _choice("vllm", "sglang"), "which server to simulate"),
@@ -386,6 +431,7 @@ FLAGS: tuple[Flag, ...] = (
         "kv-events-replay-endpoint", "kv_events.replay_endpoint", _optional(parse_endpoint), "their replay (llm-d's simulator)"
     ),
     Flag("kv-events-replay-queue-size", "kv_events.buffer_steps", _POSITIVE, "batches kept for replay (llm-d-inference-sim)"),
+    *_KV_TRANSFER_FLAGS,
     Flag("event-batch-size", "kv_events.batch_events", _integer(1, 1 << 20), "KV events of a batch; 1: those of a step"),
     Flag("failure-injection-rate", "failures.rate_percent", _integer(0, 100), "percent that fails on purpose", live=True),
     Flag("failure-types", "failures.types", _failure_types, "how they fail; all kinds when empty", many=True, live=True),
@@ -548,6 +594,9 @@ def _check_vllm(config: ServeConfig) -> None:
         raise UsageError("--kv-offloading-size and --kv-offloading-blocks say the same thing: give one")
     if (scheduler.kv_offloading_gib or scheduler.kv_offloading_blocks) and not scheduler.enable_prefix_caching:
         raise UsageError("--kv-offloading-size needs prefix caching: nothing is found in the host tier without it")
+    if config.kv_transfer.on and (scheduler.kv_offloading_gib or scheduler.kv_offloading_blocks):
+        raise UsageError("--kv-offloading-size and --kv-transfer-config exclude each other: there is no MultiConnector here")
+    _check_kv_transfer(config)
     if scheduler.kv_offloading_disk_blocks and not (scheduler.kv_offloading_gib or scheduler.kv_offloading_blocks):
         raise UsageError(
             "--kv-offloading-disk-blocks needs --kv-offloading-size or --kv-offloading-blocks: it stands behind them"
@@ -564,6 +613,21 @@ def _check_vllm(config: ServeConfig) -> None:
         raise UsageError(
             f"--tensor-parallel-size {pacing.tensor_parallel} does not divide the {heads} heads of {pacing.gpu_model}"
         )
+
+
+def _check_kv_transfer(config: ServeConfig) -> None:
+    settings = config.kv_transfer
+    if settings.side_channel_port + config.data_parallel_size > _PORTS:
+        raise UsageError("--nixl-side-channel-port leaves no port for each data-parallel rank")
+    if not settings.on:
+        return
+    try:
+        settings.parsed("-")
+    except ValueError as error:
+        raise UsageError(f"--kv-transfer-config: {error}") from None
+
+
+_PORTS = 65536
 
 
 def _check_fault(text: str) -> None:

@@ -71,6 +71,10 @@ class Flavour(Protocol):
         """The routes that generate nothing, and further methods of those that do."""
         ...
 
+    def refused(self, server: "Server", family: str, kv_transfer: object) -> None:
+        """The front end has refused a request with these `kv_transfer_params` before its engine knew of it."""
+        ...
+
     def middleware(self, server: "Server", app: Any) -> Any:
         """What stands directly around the routes: HTTP metrics and API keys."""
         ...
@@ -85,6 +89,10 @@ def flavour_of(config: ServeConfig, seams: Seams) -> Flavour:
         from windtunnel.serve.sglang.flavour import SglangFlavour
 
         return SglangFlavour()
+    if config.kv_transfer.on:
+        from windtunnel.serve.vllm_pd.flavour import KvTransferFlavour
+
+        return KvTransferFlavour(config)
     from windtunnel.serve.vllm import VllmFlavour
 
     return VllmFlavour()

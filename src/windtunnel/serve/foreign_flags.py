@@ -30,7 +30,7 @@ _VLLM = """
     h11-max-incomplete-event-size headless hf-config-path hf-overrides hf-token ignore-patterns interleave-mm-strings
     io-processor-plugin ir-op-priority jit-monitor-mode jit-monitor-verbose kda-prefill-backend kernel-config kv-cache-dtype
     kv-cache-dtype-skip-layers kv-cache-memory-bytes kv-cache-metrics kv-cache-metrics-sample
-    kv-offloading-backend kv-sharing-fast-prefill kv-transfer-config language-model-only
+    kv-offloading-backend kv-sharing-fast-prefill  language-model-only
     limit-mm-per-prompt linear-backend load-format log-config-file log-error-stack logits-processors logprobs-mode lora-dtype
     lora-target-modules mamba-backend mamba-block-size mamba-cache-dtype mamba-cache-mode mamba-cache-philox-rounds
     mamba-ssm-cache-dtype mamba-ssu-algorithm master-addr master-port max-cpu-loras max-cudagraph-capture-size max-log-len

@@ -21,6 +21,7 @@ from windtunnel.serve.planning import OFF_LOOP_BYTES, prepare
 from windtunnel.serve.seams import Abort, WriteFailed
 from windtunnel.serve.streams import Answer, CollectedAnswer, StreamedAnswer
 from windtunnel.wire.family import Family, Generation, Usage, WireError
+from windtunnel.wire.http import BAD_REQUEST, DETAIL, parse_json
 from windtunnel.wire.output import ChoiceState
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ _NO_KEEP_ALIVE = frozenset({"responses", "messages", "generate"})
 """Families without comment frames: vLLM sends them on chat and completions only (§3.1)."""
 _LATE_REFUSALS = ("paused",)
 """Found at engine input even for a single sequence: a streamed answer has sent its head by then (§3.8)."""
+_BEFORE_THE_HANDLER = (BAD_REQUEST, DETAIL)
+"""Kinds of errors about the body as such: FastAPI finds them before any of vLLM's own code runs (§2.6)."""
 
 
 class GenerateRoute:
@@ -65,9 +68,19 @@ class GenerateRoute:
         body = await self._server.body(scope, receive)
         self._server.inject_failure(header_of(scope, RETURN_ERROR))
         plan = partial(self._family.plan, body, headers_of(scope), self._server.env)
-        generation = await planned(self._server, len(body), plan)
-        self._check_choices(generation)
+        try:
+            generation = await planned(self._server, len(body), plan)
+            self._check_choices(generation)
+        except WireError as error:
+            if error.kind not in _BEFORE_THE_HANDLER:
+                self._refused(kv_transfer_of(body))
+            raise
         return self._server.recorded.attach(generation, body) if self._server.recorded else generation
+
+    def _refused(self, kv_transfer: object) -> None:
+        """A prefill may hold blocks for this request, which its engine will never see."""
+        if kv_transfer is not None:
+            self._server.flavour.refused(self._server, self._family.name, kv_transfer)
 
     def _check_choices(self, generation: Generation) -> None:
         """Prompts and `n` have limits of their own; their product is what the engine gets. Raises WireError."""
@@ -84,9 +97,12 @@ class GenerateRoute:
         answer = self.collected(choices, self._usage(generation), end.set, _counted(generation))
         answer.wants_metrics = self._wants_metrics(choices)
         error = generation.late_error
-        if error is None:
+        if error is not None:
+            self._refused(generation.kv_transfer)
+        else:
             job = self._server.jobs.start(generation, answer, choices, arrival_ns)
             if isinstance(job, Refusal):
+                self._refused(generation.kv_transfer)
                 error = refused(job)
             else:
                 await self._wait(job, answer, scope, end)
@@ -115,6 +131,7 @@ class GenerateRoute:
         if len(choices) == 1 and generation.late_error is None:
             job = self._server.jobs.start(generation, answer, choices, arrival_ns)
             if isinstance(job, Refusal) and job.reason not in _LATE_REFUSALS:
+                self._refused(generation.kv_transfer)
                 await send_bytes(send, job.status, self._family.error_body(refused(job)))
                 return
         await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
@@ -176,6 +193,12 @@ class GenerateRoute:
             for prompt in range(len(generation.prompts))
             for child in range(sampling.n)
         ]
+
+
+def kv_transfer_of(body: bytes) -> object:
+    """The `kv_transfer_params` of a body that was refused after it had been read."""
+    told = parse_json(body)
+    return told.get("kv_transfer_params") if isinstance(told, dict) else None
 
 
 async def planned(server: "Server", size_bytes: int, plan: Callable[[], Generation]) -> Generation:

@@ -100,7 +100,7 @@ async def _model_info(server: "Server", _request: Any, _call: Any) -> pb.GetMode
 
 
 async def _server_info(started_s: float, server: "Server", _request: Any, _call: Any) -> pb.GetServerInfoResponse:
-    """No P/D connector, no media."""
+    """No media. A router learns from it which P/D connector there is (clients §4.2)."""
     config = server.config
     return pb.GetServerInfoResponse(
         active_requests=len(server.jobs),
@@ -113,7 +113,15 @@ async def _server_info(started_s: float, server: "Server", _request: Any, _call:
         max_num_seqs=config.scheduler.max_num_seqs,
         engine_reasoning_parser=config.reasoning_parser or "",
         constrained_decoding_start="first_token",
+        **_connector(server),
     )
+
+
+def _connector(server: "Server") -> dict[str, str]:
+    if not server.config.kv_transfer.on:
+        return {}
+    config = server.engine.connector.config
+    return {"kv_connector": config.connector, "kv_role": config.role, "kv_engine_id": config.engine_id}
 
 
 async def _loads(loads: LoadObserver, server: "Server", _request: Any, _call: Any) -> pb.GetLoadsResponse:

@@ -37,6 +37,9 @@ class VllmFlavour:
     async def stop(self) -> None:
         """Nothing was started."""
 
+    def refused(self, server: Server, family: str, kv_transfer: object) -> None:
+        """Nobody waits for it elsewhere."""
+
     def engine(self, config: VllmEngineConfig, pacing: Pacing, chance: random.Random) -> VllmEngine:
         return VllmEngine(config, pacing)
 

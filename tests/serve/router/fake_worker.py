@@ -23,6 +23,16 @@ class FakeWorker:
         self.url = ""
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
+        self.raw_headers: list[list[tuple[bytes, bytes]]] = []
+        self.answer: dict[str, Any] | None = None
+        """Instead of where the request came to."""
+        self.frames: tuple[bytes, ...] = (*(b"data: %d\n\n" % number for number in range(3)), b"data: [DONE]\n\n")
+        self.failures: list[int] = []
+        """Statuses of the next answers."""
+        self.stays_after_first = False
+        """A stream waits for its client's leaving after its first frame."""
+        self.cut = 0
+        """Streams whose client left after the first frame."""
         self.gone = 0
         self.go = asyncio.Event()
         """Answers wait for it."""
@@ -33,13 +43,16 @@ class FakeWorker:
         body = json.loads(raw) if raw else {}
         self.bodies.append(body)
         self.headers.append({name.decode(): value.decode() for name, value in scope["headers"]})
+        self.raw_headers.append(scope["headers"])
         if not await self._may_go(receive):
             self.gone += 1
             return
         if body.get("stream"):
-            await self._stream(send)
+            await self._stream(receive, send)
         else:
-            await send_bytes(send, self.status, json.dumps({"from": self.url, "path": scope["path"]}).encode())
+            told = self.answer or {"from": self.url, "path": scope["path"]}
+            status = self.failures.pop(0) if self.failures else self.status
+            await send_bytes(send, status, json.dumps(told).encode())
 
     async def _may_go(self, receive: Any) -> bool:
         """False: the client has left first."""
@@ -49,11 +62,16 @@ class FakeWorker:
         leaving.cancel()
         return self.go.is_set()
 
-    async def _stream(self, send: Any) -> None:
-        await send({"type": "http.response.start", "status": self.status, "headers": []})
-        for number in range(3):
-            await send({"type": "http.response.body", "body": b"data: %d\n\n" % number, "more_body": True})
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+    async def _stream(self, receive: Any, send: Any) -> None:
+        head = [(b"content-type", b"text/event-stream")]
+        await send({"type": "http.response.start", "status": self.status, "headers": head})
+        for frame in self.frames:
+            await send({"type": "http.response.body", "body": frame, "more_body": True})
+            if self.stays_after_first:
+                await receive()
+                self.cut += 1
+                return
+        await send({"type": "http.response.body", "body": b""})
 
 
 @contextlib.asynccontextmanager

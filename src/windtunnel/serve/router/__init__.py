@@ -1,1 +1,1 @@
-"""A small router: prefill/decode pairs as `mini_lb` makes them, or round robin over plain workers."""
+"""A small router: prefill/decode pairs as SGLang's `mini_lb` or llm-d's sidecar makes them, or plain workers in turns."""

@@ -5,6 +5,25 @@ from urllib.parse import urlsplit
 
 from windtunnel.wire.sglang.pairing import PrefillAddress
 
+RETRIES_LIMIT = 100
+
+
+@dataclass(frozen=True, slots=True)
+class SidecarConfig:
+    """How vLLM pairs are made (`serve.router.sidecar`)."""
+
+    header_only: bool = False
+    """Without the prefill header there is no prefill, as with the real sidecar; otherwise the prefills take turns."""
+    sampling: bool = False
+    """Of several endpoints in the header a random one, not the first."""
+    retries: int = 0
+    """After a prefill's 502, 503 or 504."""
+    retry_backoff_s: float = 0.1
+    between_legs_s: float = 0.0
+    """How long the prefill's answer lies before the decode request is sent."""
+    decode_after_departure: bool = False
+    """Send the decode request though the client has gone between the legs."""
+
 
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
@@ -16,17 +35,27 @@ class RouterConfig:
     prefills: tuple[PrefillAddress, ...] = ()
     decodes: tuple[str, ...] = ()
     pd: bool = False
+    """Pairs as SGLang's mini_lb makes them."""
+    sidecar: SidecarConfig | None = None
+    """Pairs as the llm-d sidecar makes them."""
     body_bytes: int = 64 * 1024 * 1024
     connections: int = 4096
     request_timeout_s: float = 1800.0
 
     def __post_init__(self) -> None:
-        if self.pd and not (self.prefills and self.decodes):
-            raise ValueError("--pd-disaggregation needs at least one --prefill URL [PORT] and one --decode URL")
-        if not self.pd and not self.workers:
+        if self.pd and self.sidecar is not None:
+            raise ValueError("--pd-disaggregation (SGLang) and --vllm-pd-disaggregation exclude each other")
+        name = "--pd-disaggregation" if self.pd else "--vllm-pd-disaggregation"
+        if self.paired and not (self.prefills and self.decodes):
+            raise ValueError(f"{name} needs at least one --prefill URL [PORT] and one --decode URL")
+        if not self.paired and not self.workers:
             raise ValueError("--worker-urls names no worker: write one or more http://HOST:PORT")
-        if self.pd and self.workers:
-            raise ValueError("--worker-urls and --pd-disaggregation exclude each other")
+        if self.paired and self.workers:
+            raise ValueError(f"--worker-urls and {name} exclude each other")
+
+    @property
+    def paired(self) -> bool:
+        return self.pd or self.sidecar is not None
 
 
 def worker_url(text: str) -> str:

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from windtunnel.core.transfer.backends import FATES
 from windtunnel.core.transfer.status import RULES
 from windtunnel.serve import flags as common
 from windtunnel.serve.flags import Flag
+from windtunnel.serve.transfer import parse_fates
 
 _REAL_BACKENDS = ("nixl", "mooncake", "mori", "ascend")
 
@@ -16,19 +16,6 @@ def _backend(value: Any) -> str:
     if value in _REAL_BACKENDS:
         raise ValueError(f"{value!r} moves real memory, which a simulator does not have: sim models it, fake needs no peer")
     return common._choice("sim", "fake")(value)  # type: ignore[no-any-return]
-
-
-def _fates(value: Any) -> tuple[tuple[str, float], ...]:
-    """`stall=0.01,fail=0.02`: shares of the posted writes."""
-    fates: list[tuple[str, float]] = []
-    for item in value if isinstance(value, list | tuple) else str(value).split(","):
-        kind, separator, share = str(item).partition("=")
-        if kind not in FATES or not separator:
-            raise ValueError(f"{item!r} is not KIND=SHARE, with one of {', '.join(FATES)} and a share from 0 to 1")
-        fates.append((kind, common._number(0, 1)(share)))
-    if sum(share for _, share in fates) > 1:
-        raise ValueError(f"{value!r}: the shares add up to more than 1")
-    return tuple(fates)
 
 
 def _off(value: Any) -> int | None:
@@ -92,7 +79,7 @@ DISAGG_FLAGS: tuple[Flag, ...] = (
     Flag("transfer-bandwidth", "disagg.bandwidth_gb_s", common._number(1e-9, 1e6), "10^9 bytes a second"),
     Flag("transfer-latency", "disagg.transfer_latency_ns", common._duration, "of each write"),
     Flag("transfer-dead-peer", "disagg.dead_peer_ns", common._duration, "until the transport reports a peer that has gone"),
-    Flag("transfer-fates", "disagg.fates", _fates, "shares of writes that stall, fail or lose their peer: stall=0.01"),
+    Flag("transfer-fates", "disagg.fates", parse_fates, "shares of writes that stall, fail or lose their peer: stall=0.01"),
 )
 
 ENVIRONMENT: Mapping[str, str] = MappingProxyType(

@@ -49,6 +49,9 @@ class SglangFlavour:
     async def stop(self) -> None:
         """Nothing was started."""
 
+    def refused(self, server: Server, family: str, kv_transfer: object) -> None:
+        """Nobody waits for it elsewhere."""
+
     def engine(self, config: SglangEngineConfig, pacing: Pacing, chance: random.Random) -> SglangLoop:
         return SglangEngine(config, pacing, chance)
 

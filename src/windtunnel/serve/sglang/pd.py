@@ -15,12 +15,13 @@ from windtunnel.core.sglang.disagg.config import DisaggConfig
 from windtunnel.core.sglang.disagg.decode import DecodeWorker
 from windtunnel.core.sglang.disagg.prefill import PrefillWorker
 from windtunnel.core.sglang.policy import Chance
-from windtunnel.core.transfer.backends import OK, Fate, SimBackend, TransferBackend, Write
+from windtunnel.core.transfer.backends import TransferBackend
 from windtunnel.serve.driver import EngineDriver
 from windtunnel.serve.sglang.bootstrap import Bootstrap, build
 from windtunnel.serve.sglang.settings import HEARTBEAT_LEAST_NS, DisaggSettings, core_config
 from windtunnel.serve.sglang.sockets import RankSockets
 from windtunnel.serve.sglang.transport import DecodeTransport, PrefillTransport, TransportConfig
+from windtunnel.serve.transfer import sim_backend
 from windtunnel.wire.sglang.bootstrap import RouteRegistration
 
 log = logging.getLogger("windtunnel.serve")
@@ -69,21 +70,7 @@ class Disaggregation:
         self.transport: PrefillTransport | DecodeTransport
 
     def _backend(self) -> TransferBackend:
-        settings, scale = self.settings, self.time_scale
-        return SimBackend(
-            bandwidth_gb_s=settings.bandwidth_gb_s * scale,
-            latency_ns=round(settings.transfer_latency_ns / scale),
-            dead_peer_ns=round(settings.dead_peer_ns / scale),
-            fate=self._fate,
-        )
-
-    def _fate(self, _write: Write) -> Fate:
-        drawn = self._fates.random() if self.settings.fates else 1.0
-        for kind, share in self.settings.fates:
-            if drawn < share:
-                return Fate(kind)
-            drawn -= share
-        return OK
+        return sim_backend(self.settings, self.time_scale, self._fates)
 
     # Life
 

@@ -9,8 +9,11 @@ from typing import Any, Literal
 
 FILE_LIMIT_BYTES = 1024 * 1024
 SERVERS_LIMIT = 64
-RouterKind = Literal["windtunnel", "sglang-router", "none"]
-PRESETS = ("vllm", "sglang", "sglang-pd")
+RouterKind = Literal["windtunnel", "sglang-router", "vllm-router", "none"]
+ROUTERS: tuple[RouterKind, ...] = ("windtunnel", "sglang-router", "vllm-router", "none")
+Pairing = Literal["sglang", "vllm"]
+PAIRINGS: tuple[Pairing, ...] = ("sglang", "vllm")
+PRESETS = ("vllm", "sglang", "sglang-pd", "vllm-pd")
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 _PLACE = re.compile(r"\{(?:([A-Za-z][A-Za-z0-9_-]*)\.)?(port|bootstrap_port)\}")
 
@@ -37,6 +40,8 @@ class UpPlan:
     router: RouterKind = "windtunnel"
     router_port: int = 0
     router_args: tuple[str, ...] = ()
+    pairing: Pairing = "sglang"
+    """How a prefill and a decode go together: at the same time, or one after the other (`kv_transfer_params`)."""
     liveness_s: float = 10.0
     """How often an orchestrator would ask each server's /health; 0: never."""
 
@@ -67,19 +72,27 @@ def _leg(role: Literal["prefill", "decode"], number: int) -> ServerPlan:
     return ServerPlan(role if not number else f"{role}-{number + 1}", tuple(args), role)
 
 
+def _vllm_leg(role: Literal["prefill", "decode"], number: int) -> ServerPlan:
+    kv_role = {"prefill": "kv_producer", "decode": "kv_consumer"}[role]
+    config = f'{{"kv_connector": "NixlConnector", "kv_role": "{kv_role}"}}'
+    args = ("--engine", "vllm", *_COMMON, "--kv-transfer-config", config, "--nixl-side-channel-port", "0")
+    return ServerPlan(role if not number else f"{role}-{number + 1}", args, role)
+
+
 def preset(name: str, *, workers: int = 2, prefills: int = 1, decodes: int = 1) -> UpPlan:
     """Raises UpError for a name that is none."""
     if name in ("vllm", "sglang"):
         return UpPlan(tuple(_worker(name, number) for number in range(workers)))
-    if name == "sglang-pd":
-        legs = [_leg("prefill", number) for number in range(prefills)] + [_leg("decode", number) for number in range(decodes)]
-        return UpPlan(tuple(legs))
+    if name in ("sglang-pd", "vllm-pd"):
+        leg = _leg if name == "sglang-pd" else _vllm_leg
+        legs = [leg("prefill", number) for number in range(prefills)] + [leg("decode", number) for number in range(decodes)]
+        return UpPlan(tuple(legs), pairing="sglang" if name == "sglang-pd" else "vllm")
     raise UpError(f"{name!r} is neither a preset ({', '.join(PRESETS)}) nor a file")
 
 
 def with_args(plan: UpPlan, extra: Mapping[str, Sequence[str]]) -> UpPlan:
-    """More arguments for all servers ("") or for those of one role or name."""
-    known = {"", *(one for server in plan.servers for one in (server.role, server.name))}
+    """More arguments for all servers (""), for those of one role or name, or for the router (`router`)."""
+    known = {"", "router", *(one for server in plan.servers for one in (server.role, server.name))}
     for key in extra:
         if key not in known:
             raise UpError(f"{key}: no server has this role or name")
@@ -89,11 +102,11 @@ def with_args(plan: UpPlan, extra: Mapping[str, Sequence[str]]) -> UpPlan:
         else replace(server, args=server.args + tuple(word for key in ("", server.role) for word in extra.get(key, ())))
         for server in plan.servers
     ]
-    return replace(plan, servers=tuple(servers))
+    return replace(plan, servers=tuple(servers), router_args=plan.router_args + tuple(extra.get("router", ())))
 
 
 _SERVER_KEYS = {"name": str, "args": list, "role": str, "port": int, "bootstrap_port": int}
-_ROUTER_KEYS = {"kind": str, "port": int, "args": list}
+_ROUTER_KEYS = {"kind": str, "port": int, "args": list, "pairing": str}
 
 
 def read(path: Path) -> UpPlan:
@@ -109,10 +122,18 @@ def read(path: Path) -> UpPlan:
     router = told.get("router", {"kind": "none"})
     _check_keys(router, _ROUTER_KEYS, f"{path}: router")
     kind = router.get("kind", "windtunnel")
-    if kind not in ("windtunnel", "sglang-router", "none"):
-        raise UpError(f"{path}: router.kind is {kind!r}: must be windtunnel, sglang-router or none")
+    check_router(kind, f"{path}: router.kind")
+    pairing = router.get("pairing", "sglang")
+    if pairing not in PAIRINGS:
+        raise UpError(f"{path}: router.pairing is {pairing!r}: must be one of {', '.join(PAIRINGS)}")
     args = tuple(str(word) for word in router.get("args", ()))
-    return UpPlan(tuple(servers), kind, router.get("port", 0), args, float(told.get("liveness_s", 0)))
+    return UpPlan(tuple(servers), kind, router.get("port", 0), args, pairing, float(told.get("liveness_s", 0)))
+
+
+def check_router(kind: str, where: str) -> None:
+    """Raises UpError."""
+    if kind not in ROUTERS:
+        raise UpError(f"{where} is {kind!r}: must be one of {', '.join(ROUTERS)}")
 
 
 def _server(item: Any, where: str) -> ServerPlan:

@@ -73,7 +73,7 @@ class Fleet:
         port = plan.router_port or free_ports(1)[0]
         await self._run("router", [*router_command(plan, urls, ports, port), *plan.router_args])
         await self._ready("router", f"http://{HOST}:{port}/health")
-        if plan.router == "sglang-router":
+        if plan.router in ("sglang-router", "vllm-router"):
             await self._ready("router", f"http://{HOST}:{port}/v1/models")
         return Up(f"http://{HOST}:{port}", urls, ports)
 
@@ -147,16 +147,21 @@ def _signal(process: asyncio.subprocess.Process, number: int) -> None:
 
 
 def router_command(plan: UpPlan, urls: Mapping[str, str], ports: Ports, port: int) -> list[str]:
-    """The router's command line: ours, or the package `sglang-router` on PATH (reference clients §2). Raises UpError."""
-    if plan.router == "sglang-router":
-        found = shutil.which("sglang-router")
-        if found is None:
-            raise UpError("router: sglang-router is not on PATH; pip install sglang-router, or use --router windtunnel")
-        metrics_port = str(free_ports(1)[0])
-        head = [found, "launch", "--prometheus-host", HOST, "--prometheus-port", metrics_port]
-    else:
+    """The router's command line: ours, or a package's on PATH (reference clients §2). Raises UpError."""
+    if plan.router == "windtunnel":
         head = [sys.executable, "-m", "windtunnel", "router"]
+    else:
+        metrics = str(free_ports(1)[0])
+        words = {"sglang-router": ["launch"], "vllm-router": []}[plan.router]
+        head = [_found(plan.router), *words, "--prometheus-host", HOST, "--prometheus-port", metrics]
     return [*head, "--host", HOST, "--port", str(port), *_targets(plan, urls, ports)]
+
+
+def _found(router: str) -> str:
+    found = shutil.which(router)
+    if found is None:
+        raise UpError(f"router: {router} is not on PATH; pip install {router}, or use --router windtunnel")
+    return found
 
 
 def _targets(plan: UpPlan, urls: Mapping[str, str], ports: Ports) -> list[str]:
@@ -165,9 +170,11 @@ def _targets(plan: UpPlan, urls: Mapping[str, str], ports: Ports) -> list[str]:
 
     if not plan.pd:
         return ["--worker-urls", *urls.values()]
-    words = ["--pd-disaggregation"]
+    sglang = plan.pairing == "sglang"
+    words = ["--pd-disaggregation"] if sglang else ["--vllm-pd-disaggregation"]
+    words += ["--kv-connector", "nixl"] if plan.router == "vllm-router" else []
     for server in of("prefill"):
-        words += ["--prefill", urls[server.name], str(ports.bootstrap[server.name])]
+        words += ["--prefill", urls[server.name], *([str(ports.bootstrap[server.name])] if sglang else [])]
     for server in of("decode"):
         words += ["--decode", urls[server.name]]
     return words

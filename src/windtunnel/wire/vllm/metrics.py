@@ -199,6 +199,10 @@ class PromptGroup:
     longest: int = 0
 
 
+_EXTERNAL = ("host_tokens", "disk_tokens", "external_tokens")
+"""Members of the SCHEDULE transition's detail: prompt tokens that were not computed here and not in the pool."""
+
+
 @dataclass(slots=True)
 class RequestTimings:
     """What one live sequence has shown so far; owned by `VllmMetrics`. Engine times, except `arrival_ns` (front end)."""
@@ -214,7 +218,7 @@ class RequestTimings:
     last_token_ns: int = 0
     cached_tokens: int = 0
     external_tokens: int = 0
-    """Of the cached ones: from a host or disk tier, or through a KV connector."""
+    """Of the cached ones: from a tier behind the pool, or through a KV connector."""
     generated: int = 0
     preemptions: int = 0
     unreported_preemptions: int = 0
@@ -227,7 +231,7 @@ class RequestTimings:
             case Event.SCHEDULE if self.scheduled_ns is None:
                 self.scheduled_ns = transition.at_ns
                 detail = transition.detail or {}
-                self.external_tokens = sum(int(detail.get(f"{source}_tokens", 0)) for source in ("host", "disk", "external"))
+                self.external_tokens = sum(int(detail.get(name, 0)) for name in _EXTERNAL)
             case Event.PREEMPT:
                 self.preemptions += 1
                 self.unreported_preemptions += 1

@@ -169,6 +169,11 @@ class ConnectorEngine(VllmEngine):
 
     # Looking in
 
+    def loading_prompt(self, request_id: str) -> Sequence[int] | None:
+        """The token ids of a request whose KV is being loaded."""
+        found = self._scheduler.transferring.get(request_id)
+        return None if found is None else found[0].request.prompt_token_ids
+
     def _owners(self) -> list[tuple[str, Sequence[int]]]:
         return [*super()._owners(), *self.connector.owners()]
 

@@ -12,7 +12,7 @@ REMEMBERED = 1024
 class Hold:
     """One finished request's blocks. Owned by its book."""
 
-    __slots__ = ("blocks", "deadline_ns", "moving", "renewable", "reported", "request_id", "tokens")
+    __slots__ = ("blocks", "deadline_ns", "moving", "prompt", "renewable", "reported", "request_id", "tokens")
 
     def __init__(self, request_id: str, blocks: list[int], tokens: int, deadline_ns: int, *, renewable: bool) -> None:
         self.request_id = request_id
@@ -24,6 +24,8 @@ class Hold:
         """Heartbeats extend it."""
         self.reported = 0
         """Consumers that have what they need."""
+        self.prompt: Sequence[int] = ()
+        """Its token ids: what real memory is filled by."""
         self.moving = 0
         """Writes out of these blocks under way: until they end nothing expires."""
 

@@ -171,6 +171,7 @@ class NixlConnector:
             return None
         ttl_ns = self.config.hold_ns if prefill else self.config.decoder_kv_blocks_ttl_ns
         hold = Hold(request.request_id, blocks, tokens, now_ns + ttl_ns, renewable=prefill and self.config.beat_ns is not None)
+        hold.prompt = request.prompt_token_ids
         self.holds.add(hold)
         if not prefill:
             return told.answer_of_decode(self.config, request.request_id, blocks, tokens, hold.deadline_ns)

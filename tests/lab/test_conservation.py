@@ -1,0 +1,51 @@
+"""Counters that do not add up are a finding, but not where both legs of a P/D pair count."""
+
+from dataclasses import replace
+
+import pytest
+
+from windtunnel.lab.conservation import imbalances
+from windtunnel.lab.findings import find
+from windtunnel.lab.plan import Api, Role, StormPlan
+from windtunnel.lab.record import Ask, End, Sample, StormResult, StreamRecord
+
+
+def _result(counted: int, counters: dict[str, float]) -> StormResult:
+    """One stream that finished, and so many requests counted."""
+    before = Sample(0, "baseline", 0, 0, {"running": 0}, {"request_success{length}": 0, **counters})
+    after = Sample(9, "later", 0, 1, {"running": 0}, {"request_success{length}": counted, **counters})
+    stream = StreamRecord(Ask(1, Role.LATER, 0, Api.COMPLETIONS, "a", 4, True), End.FINISHED, 1, 2)
+    return StormResult(
+        plan=StormPlan(),
+        kind="vllm",
+        cancel_grace_ns=1,
+        watches={"running": "running"},
+        baseline=before,
+        oracle=False,
+        streams=(stream,),
+        bystanders=(),
+        samples=(before, after),
+        phases=(),
+        quiet_ns=None,
+        at_deadline=None,
+        after_probe=None,
+        settled=after,
+    )
+
+
+@pytest.mark.parametrize(("counted", "found"), [(0, 1), (1, 0), (2, 1)])
+def test_one_request_is_counted_once(counted: int, found: int) -> None:
+    assert len(imbalances(_result(counted, {}))) == found
+
+
+def test_a_vllm_with_a_kv_connector_may_count_each_leg() -> None:
+    assert imbalances(_result(2, {"nixl_num_kv_expired_reqs": 0})) == []
+
+
+@pytest.mark.parametrize(("rise", "found"), [(0, []), (3, ["lease_expired"])])
+def test_leases_that_ran_out_are_a_finding(rise: int, found: list[str]) -> None:
+    before = _result(1, {"nixl_num_kv_expired_reqs": 2})
+    after = replace(before.samples[-1], counters={"nixl_num_kv_expired_reqs": 2 + rise})
+    findings = find(replace(before, samples=(*before.samples, after)))
+    assert [one.name for one in findings] == found
+    assert all("3 requests" in one.evidence[0] for one in findings)

@@ -1,0 +1,88 @@
+"""`--kv-transfer-backend nixl`: real bytes over UCX on loopback. Skipped where NIXL is not installed."""
+
+from typing import Any
+
+import pytest
+from tests.serve.live import live
+from tests.serve.vllm_pd.pair import COMPLETION, counters, pair, until
+
+from windtunnel.serve.config import UsageError
+from windtunnel.serve.vllm_pd import memory
+from windtunnel.serve.vllm_pd.memory import digests
+
+NIXL: dict[str, Any] = {"kv_transfer__backend": "nixl", "scheduler__num_gpu_blocks": 200, "scheduler__max_model_len": 3000}
+FAST = NIXL | {"pacing__time_scale": 20.0}
+
+
+def _installed() -> bool:
+    try:
+        memory.load_nixl()
+    except ValueError:
+        return False
+    return True
+
+
+needs_nixl = pytest.mark.skipif(not _installed(), reason="no NIXL: pip install --no-deps nixl-cu12 numpy")
+
+
+def test_a_digest_depends_on_everything_before_it() -> None:
+    whole, other = list(digests(range(40), 16)), list(digests([1, *range(1, 40)], 16))
+    assert len(whole) == 3 and len(set(whole)) == 3
+    assert not set(whole) & set(other)
+    assert list(digests(range(32), 16)) == whole[:2]
+
+
+async def test_without_the_package_it_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_PACKAGES", ("windtunnel_has_no_such_package",))
+    with pytest.raises(UsageError, match="pip install"):
+        async with live(kv_transfer__told={"kv_connector": "NixlConnector", "kv_role": "kv_both"}, kv_transfer__backend="nixl"):
+            pass
+
+
+@needs_nixl
+@pytest.mark.parametrize("connector", ["NixlConnector", "NixlPushConnector"])
+async def test_the_text_is_the_single_servers(connector: str) -> None:
+    async with live() as single, pair(NIXL | {"kv_transfer__kv_connector": connector}) as pd:
+        wanted = (await pd.client.post(f"{single.url}/v1/completions", json=COMPLETION)).json()["choices"]
+        for _again in range(2):
+            assert (await pd.post("/v1/completions", COMPLETION)).json()["choices"] == wanted
+        await pd.until_idle()
+        assert counters(pd.p) == counters(pd.d) == {}
+
+
+@needs_nixl
+async def test_a_late_read_finds_somebody_elses_bytes() -> None:
+    """As in `test_pair`, but nobody is asked: the bytes say it."""
+    async with pair(FAST, p={"scheduler__num_gpu_blocks": 200, "scheduler__enable_prefix_caching": False}) as pd:
+        sound = (await pd.post("/v1/completions", COMPLETION)).json()["choices"][0]["text"]
+        await pd.until_idle()
+        for server in (pd.p, pd.d):
+            await pd.client.post(f"{server.url}/reset_prefix_cache")
+        params = await pd.prefilled()
+        await until(lambda: counters(pd.p) == {"kv_expired_reqs": 1})
+        again = await pd.client.post(f"{pd.d.url}/v1/completions", json=COMPLETION | {"kv_transfer_params": params, "n": 1})
+        assert again.json()["choices"][0]["text"] == sound, "nobody has been given the blocks yet"
+    async with pair(FAST, p={"scheduler__num_gpu_blocks": 200, "scheduler__enable_prefix_caching": False}) as pd:
+        params = await pd.prefilled()
+        await until(lambda: counters(pd.p) == {"kv_expired_reqs": 1})
+        other = COMPLETION | {"prompt": "[wt:b2] " + "something else " * 400, "max_tokens": 100}
+        await pd.client.post(f"{pd.p.url}/v1/completions", json=other)
+        answer = await pd.client.post(f"{pd.d.url}/v1/completions", json=COMPLETION | {"kv_transfer_params": params})
+        assert (answer.status_code, answer.json()["choices"][0]["text"] == sound) == (200, False)
+        await pd.until_idle()
+
+
+@needs_nixl
+@pytest.mark.parametrize(
+    ("p", "d"),
+    [
+        ({"kv_transfer__backend": "sim"}, {}),
+        ({}, {"kv_transfer__backend": "sim"}),
+        ({"kv_transfer__nixl_block_bytes": 8192}, {}),
+    ],
+)
+async def test_both_sides_must_move_the_same(p: dict[str, Any], d: dict[str, Any]) -> None:
+    async with pair(FAST, p=p, d=d) as pd:
+        assert (await pd.post("/v1/completions", COMPLETION)).status_code == 500
+        await pd.until_idle()
+        assert counters(pd.d)["failed_transfers"] == 1
