@@ -18,6 +18,7 @@ from tests.serve.golden import split
 from tests.serve.grpc_live import GrpcServer, grpc_live
 from tests.serve.live import PATIENCE_S, RawClient, request_bytes
 from tests.serve.test_grpc_process import grpc_port, start
+from tests.serve.vllm_pd.pair import NIXL, at_rest, counters
 
 SMG = os.environ.get("WINDTUNNEL_SMG") or shutil.which("smg")
 pytestmark = pytest.mark.skipif(
@@ -184,6 +185,28 @@ async def test_prefill_and_decode_of_sglang() -> None:
         for process in (prefill, decode):
             process.kill()
             await process.wait()
+
+
+async def test_prefill_and_decode_of_vllm() -> None:
+    """The prefill first, then the decode with its parameters; a client that leaves a stream frees both workers."""
+    nixl: dict[str, Any] = {"kv_transfer__told": NIXL, "kv_transfer__side_channel_port": 0}
+    async with grpc_live(**nixl) as prefill, grpc_live(**nixl, pacing__itl_ns=2_000_000) as decode:
+        pair = ("--pd-disaggregation", "--prefill", f"grpc://{prefill.address}", "none", "--decode", f"grpc://{decode.address}")
+        async with router(*pair, workers=2) as port:
+            expected = text_of((await post(decode.live.port, CHAT))[2])
+            read = decode.live.gauge("vllm:nixl_xfer_time_seconds_count")
+            for number, stream in enumerate((False, True)):
+                long = CHAT | {"messages": [{"role": "user", "content": f"{number} [wt:7] " + "words before the answer " * 30}]}
+                assert text_of((await post(port, long | {"stream": stream}))[2]) == expected
+            assert decode.live.gauge("vllm:nixl_xfer_time_seconds_count") == read + 2
+            client = await RawClient.connect(port)
+            client.send(request_bytes(PATH, CHAT | {"max_tokens": 20_000, "ignore_eos": True, "stream": True}))
+            await client.read_until(b'"content":"')
+            client.leave("fin")
+            for worker in (prefill, decode):
+                await worker.live.until(lambda worker=worker: at_rest(worker.live))
+                worker.live.server.engine.check_integrity()
+                assert counters(worker.live) == {}
 
 
 async def idle(port: int) -> None:
