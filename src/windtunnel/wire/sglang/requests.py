@@ -39,6 +39,26 @@ class RoutingFields(fields.OpenModel):
     disagg_prefill_dp_rank: int | None = None
 
 
+class SamplingFields(fields.OpenModel):
+    """Fields that the native sampling parameters and the OpenAI requests have in common."""
+
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    stop_regex: str | list[str] | None = None
+    no_stop_trim: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Routing:
     """One value for all prompts, except for the ids and the bootstrap triples."""
