@@ -3,9 +3,11 @@
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+ROUTERS := .venv-routers
+ROUTERS_READY := $(ROUTERS)/.ready
 UV_VENV := build/uv
 
-.PHONY: all demo test check format bench swarm conformance lock clean
+.PHONY: all demo test check format bench swarm conformance routers compat lock clean
 all: $(READY)
 
 # The interpreter is tried, not only found: a version manager's shim may exist without a Python behind it.
@@ -54,12 +56,27 @@ swarm: $(READY)
 conformance: $(READY)
 	$(BIN)/python -m tests.conformance
 
-# One lock for every Python from 3.11 on; run it after a change of dependencies in pyproject.toml.
+# The real routers, in an environment of their own. sglang-router installs a program called smg, too: the real one goes over it.
+routers: $(ROUTERS_READY)
+$(ROUTERS_READY): requirements-routers.lock
+	@$(find_python); echo "building $(ROUTERS) with $$python"; $$python -m venv --clear $(ROUTERS)
+	@$(ROUTERS)/bin/python $(PIP_INSTALL) --require-hashes -r requirements-routers.lock
+	@sed -n '/^smg==/,/# via/p' requirements-routers.lock >$(ROUTERS)/smg.lock
+	@$(ROUTERS)/bin/python $(PIP_INSTALL) --force-reinstall --no-deps --require-hashes -r $(ROUTERS)/smg.lock
+	@touch $@
+
+# What they do with our workers, against docs/compat. `make compat WRITE=--write` writes those pages.
+compat: $(READY) $(ROUTERS_READY)
+	$(BIN)/python -m tests.compat $(WRITE)
+
+# One lock for every Python from 3.11 on; run it after a change of dependencies in pyproject.toml or requirements-routers.in.
+COMPILE := $(UV_VENV)/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
+  --no-emit-find-links --custom-compile-command "make lock"
 lock:
 	@$(find_python); $$python -m venv --clear $(UV_VENV)
 	@$(UV_VENV)/bin/python $(PIP_INSTALL) uv
-	$(UV_VENV)/bin/uv pip compile --quiet --universal --python-version 3.11 --extra dev --generate-hashes --no-emit-index-url \
-	  --no-emit-find-links --custom-compile-command "make lock" --output-file requirements.lock pyproject.toml
+	$(COMPILE) --extra dev --output-file requirements.lock pyproject.toml
+	$(COMPILE) --output-file requirements-routers.lock requirements-routers.in
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(ROUTERS) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -36,7 +36,6 @@ DEFECTS = {
     "drift": "gauge_drift",
     "miscount": "cancel_miscounted",
     "abort-others": "collateral_abort",
-    "slow-after": "survivor_slowdown",
     "leak-transfer": "transfer_orphan",
 }
 """Defect → the finding that it must raise."""
@@ -213,10 +212,8 @@ class FakeServer:
             chunk(writer, json.dumps({"error": {"message": "engine says no", "code": 500}}))
             words = []
         request_id = self.ids[writer]
-        left = self.left
         for at, word in enumerate(words):
-            slow = "slow-after" in self.defects and self.left > left
-            await asyncio.sleep(itl_s * (6 if slow else 1))
+            await asyncio.sleep(itl_s)
             self.generated += 1
             if 0 < self.exit_after_tokens <= self.generated:
                 os._exit(EXIT_STATUS)

@@ -29,7 +29,6 @@ PLAN = StormPlan(
 PLANS = {
     "stale-gauge": replace(PLAN, bystander_kinds=(METRICS_BYSTANDER,)),
     "deaf": replace(PLAN, quiet_deadline_ns=10 * S),
-    "slow-after": replace(PLAN, rounds=10, calm=3, survivors=3, survivor=Shape(max_tokens=30), bystanders=0, later=2),
     "wedge": replace(PLAN, request_timeout_ns=300 * MS, bystander_kinds=(METRICS_BYSTANDER,), survivors=0),
 }
 

@@ -35,6 +35,8 @@ async def test_a_proxy_that_keeps_its_upstream_is_told_from_one_that_does_not(ke
         await worker.stop()
     assert result.front and result.direct is not None
     assert names(find(result)) == expected
+    during = [sample for sample in result.samples if sample.phase == "direct"]
+    assert during and all(sample.clients for sample in during), "the lab's own request was taken for nobody's"
 
 
 def stuck(result: StormResult, key: str, watch: str) -> StormResult:

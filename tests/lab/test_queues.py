@@ -1,5 +1,7 @@
 """What became of a queue after a storm: polls, drain and residual, in the target's time."""
 
+from dataclasses import replace
+
 from windtunnel.lab.findings import find
 from windtunnel.lab.plan import Api, Role, StormPlan
 from windtunnel.lab.queues import queues_of
@@ -70,3 +72,11 @@ def test_a_late_clean_up_is_a_finding_of_its_own() -> None:
     )
     for values in ([(0, 11), (10, 1), (60, 1)], [(0, 11), (60, 11)], [(0, 1), (60, 1)]):
         assert "hidden_cleanup" not in {one.name for one in find(_result(values))}
+
+
+def test_what_a_probe_brings_back_has_not_come_back_by_itself() -> None:
+    """A gauge that nobody had written again: SGLang's decode reports its transfer queue every 40 steps."""
+    result = _result([(0, 3), (20, 3), (21, 1), (60, 1)])
+    assert "hidden_cleanup" in {one.name for one in find(result)}
+    deadline = replace(result.samples[0], at_ns=LEFT_NS + 20 * S)
+    assert "hidden_cleanup" not in {one.name for one in find(replace(result, at_deadline=deadline))}

@@ -10,8 +10,8 @@ from windtunnel.lab.findings import doubts, find
 from windtunnel.lab.latency import Pair, pairs_of
 from windtunnel.lab.outlived import freed_after_ns, outlived
 from windtunnel.lab.plan import Api, Role, StormPlan
-from windtunnel.lab.pulse import Lag, lag_ns, starved
-from windtunnel.lab.record import Ask, End, Sample, StormResult, StreamRecord
+from windtunnel.lab.pulse import lag_ns, starved
+from windtunnel.lab.record import Ask, BystanderRecord, End, Lag, Phase, Sample, StormResult, StreamRecord
 from windtunnel.lab.sampler import is_quiet
 
 EVERY = 20 * MS
@@ -115,6 +115,15 @@ def test_what_ran_to_its_end_was_not_cancelled() -> None:
     assert [one.name for one in find(result)] == ["zombie_tokens"]
 
 
+def test_the_direct_check_is_not_work_for_nobody() -> None:
+    idle = [sample(GONE + at * EVERY, 0) for at in range(1, 60)]
+    checked = [sample(GONE + at * EVERY, 1, made=20.0) for at in range(60, 64)]
+    start_ns = GONE + 59 * EVERY + 1
+    assert [one.name for one in find(storm([*idle, *checked]))] == ["zombie_tokens"]
+    in_flight = [*idle[:-1], replace(idle[-1], counters={"generation_tokens": 3.0})]
+    assert find(storm([*in_flight, *checked], phases=(Phase("direct", start_ns, start_ns + S),))) == ()
+
+
 def test_a_gauge_that_cannot_be_read_is_not_zero() -> None:
     unknown = sample(GONE + EVERY, None)
     assert not is_quiet(unknown, sample(0, 0), {"running": "running"})
@@ -135,9 +144,15 @@ def test_lags_are_cut_to_the_time_in_question() -> None:
 def test_time_outs_that_the_lab_slept_through_are_not_judged() -> None:
     hung = stream(Role.LATER, End.TIMEOUT, 2 * S, 5 * S)
     assert [one.name for one in find(storm([], hung))] == ["wedged"]
-    slept = storm([], hung, lags=(Lag(3 * S, 1_600 * MS),))
+    slept = storm([], hung, lags=(Lag(2_500 * MS, 2_400 * MS),))
     assert find(slept) == ()
     assert any("not judged" in line for line in doubts(slept))
+    asked = BystanderRecord("completion", 2 * S, 5 * S, 200, None, "no end within 3 s", hung.ask.tag)
+    assert [one.name for one in find(storm([], hung, bystanders=(asked,)))] == ["wedged"]
+    assert find(replace(slept, bystanders=(asked,))) == ()
+    fetched = replace(asked, kind="metrics", tag=None)
+    assert [one.name for one in find(storm([], bystanders=(fetched,)))] == ["bystander_error"]
+    assert find(storm([], bystanders=(fetched,), lags=slept.lags)) == ()
 
 
 def test_a_slow_stream_is_not_cut() -> None:

@@ -54,6 +54,12 @@ async def live(**values: Any) -> AsyncIterator[LiveServer]:
     """`values` are dotted targets of ServeConfig with `__` for the dot: `pacing__itl_ns=…`."""
     config = replace(ServeConfig(model="wt-model", port=0), disable_access_log=True)
     config = check(apply_values(config, {name.replace("__", "."): value for name, value in values.items()}))
+    async with serving(config) as server:
+        yield server
+
+
+@contextlib.asynccontextmanager
+async def serving(config: ServeConfig) -> AsyncIterator[LiveServer]:
     server = Server(config, asyncio.get_running_loop())
     process = SimulatorProcess(uvicorn_config(config, server), server)
     process.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]

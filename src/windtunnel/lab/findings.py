@@ -124,7 +124,10 @@ def _shorten(evidence: list[str]) -> tuple[str, ...]:
 
 
 def _bystander_error(result: StormResult) -> Iterator[str]:
+    hanging = {stream.ask.tag for stream in result.streams if hung(stream)}  # for `_wedged` to judge
     for one in result.bystanders:
+        if one.tag in hanging or (one.status is None and starved(result.lags, one.sent_ns, one.ended_ns)):
+            continue
         if one.status != one.expect_status or (one.error and not one.fault):
             got = "no status" if one.status is None else f"status {one.status}"
             yield f"{one.kind} at {_s(one.sent_ns)}: {got} instead of {one.expect_status}{_why(one.error)}"
@@ -394,14 +397,25 @@ def _retry_storm_amplified(result: StormResult) -> Iterator[str]:
 
 
 def _hidden_cleanup(result: StormResult) -> Iterator[str]:
-    """A queue that stood long above its baseline and then drained at once: something gives up after a time of its own."""
+    """A queue that stood long above its baseline and then drained at once: something gives up after a time of its own.
+
+    After the deadline for quiet it was the probe that brought it back.
+    """
     for queue in queues_of(result):
-        if clean_up(queue, CLEANUP_AFTER_S):
+        if clean_up(queue, CLEANUP_AFTER_S) and not _after_deadline(result, queue.drained_at_s):
             stays = f", {queue.baseline:g} that was there before stays" if queue.baseline else ""
             yield (
                 f"{queue.key} stood {queue.held or queue.peak - queue.baseline:g} above its baseline after the storm and came"
                 f" back by itself {queue.drained_at_s:.0f} s after the last client had left{stays}"
             )
+
+
+def _after_deadline(result: StormResult, since_leaving_s: float | None) -> bool:
+    """`since_leaving_s` is in the target's time."""
+    if result.at_deadline is None or since_leaving_s is None:
+        return False
+    quiet_s = (result.at_deadline.at_ns - last_leave_ns(result)) / 1e9 * result.plan.time_scale
+    return since_leaving_s > quiet_s
 
 
 KINDS: tuple[FindingKind, ...] = (

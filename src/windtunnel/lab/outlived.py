@@ -64,11 +64,18 @@ def usual_ns(result: StormResult) -> int:
     return round(_USUAL * max(result.plan.sample_every_ns, median(gaps) if gaps else 0))
 
 
+def judged(result: StormResult) -> list[Sample]:
+    """The usable samples before the direct check, whose requests count as nobody's; the last may have been answered in it."""
+    usable = [sample for sample in result.samples if sample.usable]
+    direct_ns = next((phase.started_ns for phase in result.phases if phase.name == "direct"), None)
+    return usable if direct_ns is None else [sample for sample in usable if sample.at_ns < direct_ns][:-1]
+
+
 def witnessed(result: StormResult, since_ns: int) -> Iterator[tuple[Sample, int]]:
     """The usable samples that were sent after `since_ns`, each with the witnessed time until then."""
     most_ns, last_ns, total_ns = usual_ns(result), since_ns, 0
-    for sample in result.samples:
-        if sample.usable and sample.at_ns >= since_ns:
+    for sample in judged(result):
+        if sample.at_ns >= since_ns:
             total_ns += min(sample.at_ns - last_ns, most_ns)
             last_ns = sample.at_ns
             yield sample, total_ns
@@ -113,7 +120,7 @@ def freed_after_ns(result: StormResult) -> int | None:
 def zombie_tokens(result: StormResult) -> float:
     """Tokens generated between samples that saw no client, later than the grace after the last one was seen."""
     made, idle_ns, most_ns = 0.0, 0, usual_ns(result)
-    usable = [sample for sample in result.samples if sample.usable and GENERATION_TOKENS in sample.counters]
+    usable = [sample for sample in judged(result) if GENERATION_TOKENS in sample.counters]
     for before, after in pairwise(usable):
         if before.clients or after.clients or before.opened != after.opened:
             idle_ns = 0

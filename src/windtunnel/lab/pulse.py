@@ -10,7 +10,7 @@ BEAT_NS = 10 * MS
 LEAST_LAG_NS = 50 * MS
 """Less is what a busy event loop takes: whatever has come meanwhile is read in time."""
 LAG_LIMIT = 50_000
-STARVED_SHARE = 0.5
+STARVED_SHARE = 0.75
 """A wait of which the lab slept through so much proves nothing about the server."""
 
 

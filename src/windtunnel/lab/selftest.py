@@ -99,9 +99,12 @@ class Case:
     """The server stands behind a proxy, which is what is asked."""
 
     def arm(self, *, planted: bool) -> Arm:
-        return Arm(command=(self.command or f"{COMMAND} --fault {self.fault}") if planted else self.clean, ready_url=READY)
+        planted_command = self.command or f"{COMMAND} --fault {self.fault} {MORE_FLAGS.get(self.fault, '')}".strip()
+        return Arm(command=planted_command if planted else self.clean, ready_url=READY)
 
 
+MORE_FLAGS = {"engine-death": "--watchdog-interval 60s"}
+"""The watchdog would end the server during the battery, or not, as the machine has time: then it is `unreachable`."""
 READY = "http://127.0.0.1:{port}/health"
 FURTHER = (
     Case("proxy-keeps-upstream", "abort_not_propagated", f"{FRONT} --keep-upstream {WORKER}", f"{FRONT} {WORKER}", front=True),

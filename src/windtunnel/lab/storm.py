@@ -55,6 +55,8 @@ LEAST_SAMPLES = 8
 PATIENCE = 4
 """They do end after so many times their time."""
 PROBE_TOKENS = 12
+STALE_PROBE_TOKENS = 48
+"""SGLang writes some gauges every 40 decode steps; a shorter probe leaves them as they were."""
 PROBE_ATTEMPTS = 3
 _MODELS_PATH = "/v1/models"
 """What a bystander gets instead of `/metrics` where there are none."""
@@ -248,8 +250,10 @@ class _Storm:
             self._settled = taken if taken.usable and not taken.clients else None
         await self.extras.ask_again()
         if self.extras.front and not self.sampler.blind:
+            self.session.clients += 1  # It asks in a session of its own, and its work must not be nobody's.
             with self._phase("direct"):
                 await self.extras.leave_a_worker()
+            self.session.clients -= 1
         if self.plan.drain and self.sampler.pid is not None:
             with self._phase("drain"):
                 await self.extras.drain(self.sampler.pid)
@@ -373,7 +377,7 @@ class _Storm:
             return
         self._at_deadline = self._last_usable()
         with self._phase("probe"):
-            await self._follow(self._ask(Role.PROBE, Shape(max_tokens=PROBE_TOKENS)))
+            await self._follow(self._ask(Role.PROBE, Shape(max_tokens=STALE_PROBE_TOKENS)))
             for _ in range(LEAST_SAMPLES):
                 await asyncio.sleep(2 * self.plan.sample_every_ns / 1e9)
                 taken = await self.sampler.sample()

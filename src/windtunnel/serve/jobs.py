@@ -266,7 +266,7 @@ class Jobs:
                     prompt_hashes=prompt.block_hashes,
                     report_cached_blocks=_reports_cached_blocks(generation),
                     kv_transfer=generation.kv_transfer,
-                    bootstrap=generation.bootstrap[prompt_index] if generation.bootstrap else None,
+                    bootstrap=generation.bootstrap[prompt_index * sampling.n + child] if generation.bootstrap else None,
                     extra_key=generation.extra_key,
                     routing_key=generation.routing_key,
                     tags={"external_id": external, "family": generation.family, "stream": str(generation.stream).lower()},

@@ -184,6 +184,7 @@ class Generation:
     """What `usage` says of the prefix cache, when the recording fixes it."""
     kv_transfer: Mapping[str, Any] | None = None
     bootstrap: Sequence[tuple[str, int | None, int]] | None = None
+    """(host, port, room) of each choice, prompt by prompt."""
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -68,7 +68,7 @@ def plan(request: pb.GenerateRequest, lora: Lora | None, env: SglangEnv) -> Gene
         data_parallel_rank=_rank(request, env),
         stream_interval=_interval(request.sampling_params, env),
         answer_text=requests.wanted_text(sampling, [prompt], env),
-        bootstrap=_bootstrap(request),
+        bootstrap=_bootstrap(request, sampling.n),
     )
 
 
@@ -130,14 +130,14 @@ def _interval(params: pb.SamplingParams, env: SglangEnv) -> int:
     return int(params.stream_interval)
 
 
-def _bootstrap(request: pb.GenerateRequest) -> tuple[requests.Bootstrap, ...] | None:
-    """Host, port and room, which has 32 bits here."""
+def _bootstrap(request: pb.GenerateRequest, n: int) -> tuple[requests.Bootstrap, ...] | None:
+    """Host, port and room of each choice; rooms have 32 bits here."""
     told = request.disaggregated_params
     if not request.HasField("disaggregated_params") or not told.bootstrap_host:
         return None
     if not 0 <= told.bootstrap_port <= _PORT_MAX:
         raise WireError(f"bootstrap_port must be from 0 to {_PORT_MAX}, got {told.bootstrap_port}.", param="bootstrap_port")
-    return ((told.bootstrap_host, told.bootstrap_port or None, told.bootstrap_room),)
+    return tuple((told.bootstrap_host, told.bootstrap_port or None, told.bootstrap_room + child) for child in range(n))
 
 
 class SchedulerEncoder:

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 import os
-import shutil
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -20,7 +19,6 @@ from windtunnel.serve.up.processes import Fleet, Up
 
 PATIENCE_S = 60
 PROMPT = "[wt:abc123] tell me about " + " ".join(["prefill and decode"] * 30)
-ROUTER_VENV = Path(__file__).parents[3] / "build" / "router-venv" / "bin"
 
 
 @dataclass
@@ -67,7 +65,7 @@ async def running(router: Any = "windtunnel", **args: list[str]) -> AsyncIterato
         await fleet.stop()
 
 
-async def _unified(body: dict[str, Any]) -> dict[str, Any]:
+async def unified_answer(body: dict[str, Any]) -> dict[str, Any]:
     fleet = Fleet(type(preset("sglang"))(preset("sglang", workers=1).servers, "none", liveness_s=0))
     try:
         up = await fleet.start()
@@ -86,7 +84,7 @@ async def test_the_text_is_the_unified_servers_and_everything_is_given_back() ->
             f"{pd.up.url}/generate", json={"text": [PROMPT, "[wt:9] b"], "sampling_params": {"max_new_tokens": 3}}
         )
         await pd.until_empty()
-    unified = await _unified(body)
+    unified = await unified_answer(body)
     text = unified["choices"][0]["text"]
     assert len(text.split()) == 12
     assert answer["choices"] == unified["choices"] and answer["usage"] == unified["usage"]
@@ -176,37 +174,6 @@ async def test_a_request_without_a_room_is_refused() -> None:
             assert "Disaggregated request received without bootstrap room id" in answer.text
         health = [await pd.client.get(f"{url}/health") for url in pd.up.servers.values()]
         assert [one.status_code for one in health] == [200, 200]
-
-
-async def test_the_real_router_works_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package `sglang-router`, on PATH or in build/router-venv; the text is ours, and so is the status of an error."""
-    monkeypatch.setenv("PATH", f"{ROUTER_VENV}{os.pathsep}{os.environ['PATH']}")
-    if shutil.which("sglang-router") is None:
-        pytest.skip("sglang-router is not installed: python -m venv build/router-venv && …/pip install sglang-router==0.3.2")
-    body = {"model": "windtunnel", "prompt": PROMPT, "max_tokens": 12}
-    async with running(router="sglang-router") as pd:
-        answer = (await pd.client.post(f"{pd.up.url}/v1/completions", json=body)).json()
-        chat = {"model": "windtunnel", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 4, "stream": True}
-        stream = (await pd.client.post(f"{pd.up.url}/v1/chat/completions", json=chat)).text
-        await pd.until_empty()
-    unified = await _unified(body)
-    assert answer["choices"][0]["text"] == unified["choices"][0]["text"]
-    assert stream.rstrip().endswith("data: [DONE]") and stream.count("data: {") >= 4
-
-
-async def test_the_real_router_in_regular_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", f"{ROUTER_VENV}{os.pathsep}{os.environ['PATH']}")
-    if shutil.which("sglang-router") is None:
-        pytest.skip("sglang-router is not installed: python -m venv build/router-venv && …/pip install sglang-router==0.3.2")
-    fleet = Fleet(type(preset("sglang"))(preset("sglang").servers, "sglang-router", liveness_s=0))
-    try:
-        up = await fleet.start()
-        async with httpx.AsyncClient(timeout=PATIENCE_S, trust_env=False) as client:
-            for _ in range(4):
-                answer = await client.post(f"{up.url}/v1/completions", json={"model": "windtunnel", "prompt": PROMPT})
-                assert answer.status_code == 200
-    finally:
-        await fleet.stop()
 
 
 async def test_up_says_where_it_is_and_stops_when_asked() -> None:

@@ -142,6 +142,21 @@ def test_bootstrap_fields_reach_each_prompt() -> None:
     assert (status, "bootstrap_room" in told["message"]) == (400, True)
 
 
+def test_each_choice_has_a_room_of_its_own() -> None:
+    """For `n` = 2 sglang-router 0.3.2 and smg 1.13.0 send lists of two with one conversation."""
+    pair = {"bootstrap_host": "h", "bootstrap_port": 1, "bootstrap_room": 7}
+    rooms = [room for _, _, room in plan(completions, {"prompt": ["a", "b"], "n": 2} | pair).bootstrap]
+    assert rooms == [7, 8, 9, 10]
+    lists = {"bootstrap_host": ["h", "h"], "bootstrap_port": [1, 1], "bootstrap_room": [70, 50]}
+    talk = {"model": "m", "messages": [{"role": "user", "content": "a"}], "n": 2}
+    assert plan(chat, talk | lists).bootstrap == (("h", 1, 70), ("h", 1, 50))
+    by_prompt = plan(completions, {"prompt": ["a", "b"], "n": 2} | lists).bootstrap
+    assert [room for _, _, room in by_prompt] == [70, 71, 50, 51]
+    native_n = {"text": "a", "sampling_params": {"n": 2}} | lists
+    assert [room for _, _, room in plan(native, native_n).bootstrap] == [70, 50]
+    assert refused(chat, talk | lists | {"bootstrap_room": [1, 2, 3]})[0] == 400
+
+
 @pytest.mark.parametrize(
     ("fields", "word"),
     [

@@ -65,7 +65,7 @@ def plan(body: bytes, headers: Mapping[str, str], env: SglangEnv) -> Generation:
     requests.check_logprobs("top_logprobs", request.top_logprobs, env)
     _conversation, planned = openai_chat.render(request.messages, request, env)
     prompts = (planned,)
-    routed = requests.routing(request, headers, 1, env, request.model)
+    routed = requests.routing(request, headers, 1, env, request.model, request.n)
     spec = _spec(request, routed, prompts, env)
     room = requests.output_limit(limit, prompts, env)
     sampling = requests.sampling_plan(request, room, min_tokens=request.min_tokens, logprobs=spec.top_logprobs, env=env)

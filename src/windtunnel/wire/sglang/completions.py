@@ -51,7 +51,7 @@ def plan(body: bytes, headers: Mapping[str, str], env: SglangEnv) -> Generation:
     requests.check_ranges(request.sampling_values(request.max_tokens))
     requests.check_size(len(planned), request.n or 1)
     requests.check_logprobs("logprobs", request.logprobs, env)
-    routed = requests.routing(request, headers, len(planned), env, request.model)
+    routed = requests.routing(request, headers, len(planned), env, request.model, request.n)
     limit = requests.output_limit(request.max_tokens, planned, env)
     spec = CompletionSpec.of(request, routed, planned, env, echo=request.echo, logprobs=request.logprobs)
     sampling = requests.sampling_plan(request, limit, min_tokens=request.min_tokens, logprobs=request.logprobs, env=env)

@@ -70,7 +70,7 @@ def plan(body: bytes, headers: Mapping[str, str], env: SglangEnv) -> Generation:
     requests.check_ranges(sampling.model_dump())
     requests.check_size(len(planned), sampling.n)
     requests.check_logprobs("top_logprobs_num", _first(request.top_logprobs_num), env)
-    routed = requests.routing(request, headers, len(planned), env, request.model)
+    routed = requests.routing(request, headers, len(planned), env, request.model, sampling.n)
     limit = requests.output_limit(sampling.max_new_tokens, planned, env)
     wants = _first(request.return_logprob)
     logprobs = int(_first(request.top_logprobs_num) or 0) if wants else None

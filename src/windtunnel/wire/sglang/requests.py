@@ -61,7 +61,7 @@ class SamplingFields(fields.OpenModel):
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """One value for all prompts, except for the ids and the bootstrap triples."""
+    """One value for all prompts, except for the ids (one a prompt) and the bootstrap triples (one a choice)."""
 
     rids: tuple[str, ...]
     lora: Lora | None
@@ -75,15 +75,15 @@ class Routing:
 
 
 def routing(
-    request: RoutingFields, headers: Mapping[str, str], count: int, env: SglangEnv, model: str | None = None
+    request: RoutingFields, headers: Mapping[str, str], count: int, env: SglangEnv, model: str | None = None, n: int | None = 1
 ) -> Routing:
-    """Raises the 400 for what does not fit the batch or the server."""
+    """`count` prompts with `n` choices each. Raises the 400 for what does not fit the batch or the server."""
     session = request.session_params if isinstance(request.session_params, dict) else {}
     return Routing(
         rids=_rids(request.rid, count, env),
         lora=_lora(request.lora_path, model, env),
         rank=_rank(request, headers, env),
-        bootstrap=_bootstrap(request, count),
+        bootstrap=_bootstrap(request, count, n or 1),
         priority=request.priority or 0,
         cache_salt=_first(request.cache_salt),
         extra_key=_first(request.extra_key),
@@ -132,24 +132,33 @@ def _rank(request: RoutingFields, headers: Mapping[str, str], env: SglangEnv) ->
     return rank
 
 
-def _bootstrap(request: RoutingFields, count: int) -> tuple[Bootstrap, ...] | None:
-    """One triple for each prompt; the rooms of a batch count up from a single one."""
+def _bootstrap(request: RoutingFields, count: int, n: int) -> tuple[Bootstrap, ...] | None:
+    """One triple for each choice, prompt by prompt. A list has one entry for each prompt, or for each choice (routers send that
+    for `n > 1`, reference §2.4); rooms that are not given count up from the one before.
+    """
     if request.bootstrap_host is None or request.bootstrap_room is None:
         return None
     room = request.bootstrap_room
-    rooms = room if isinstance(room, list) else [room + index for index in range(count)]
-    if len(rooms) != count:
-        raise WireError(f"bootstrap_room has {len(rooms)} entries: a batch of {count} needs as many")
-    hosts = _spread("bootstrap_host", request.bootstrap_host, count)
-    ports = _spread("bootstrap_port", request.bootstrap_port, count)
+    if isinstance(room, list):
+        rooms: list[int] = _spread("bootstrap_room", room, count, n)
+        rooms = rooms if len(room) == count * n else [one + index % n for index, one in enumerate(rooms)]
+    else:
+        rooms = [room + index for index in range(count * n)]
+    hosts = _spread("bootstrap_host", request.bootstrap_host, count, n)
+    ports = _spread("bootstrap_port", request.bootstrap_port, count, n)
     return tuple(zip(hosts, ports, rooms, strict=True))
 
 
-def _spread(name: str, value: T | list[T], count: int) -> list[T]:
-    spread = value if isinstance(value, list) else [value] * count
-    if len(spread) != count:
-        raise WireError(f"{name} has {len(spread)} entries: a batch of {count} needs as many")
-    return spread
+def _spread(name: str, value: T | list[T], count: int, n: int) -> list[T]:
+    """One value for each choice."""
+    if not isinstance(value, list):
+        return [value] * (count * n)
+    if len(value) == count * n:
+        return value
+    if len(value) != count:
+        needed = f"{count}" if n == 1 else f"{count} or {count * n}"
+        raise WireError(f"{name} has {len(value)} entries: {count} prompts with n={n} need {needed}")
+    return [one for one in value for _ in range(n)]
 
 
 def _first(value: T | list[T] | None) -> T | None:

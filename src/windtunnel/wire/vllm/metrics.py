@@ -199,10 +199,6 @@ class PromptGroup:
     longest: int = 0
 
 
-_EXTERNAL = ("host_tokens", "disk_tokens", "external_tokens")
-"""Members of the SCHEDULE transition's detail: prompt tokens that were not computed here and not in the pool."""
-
-
 @dataclass(slots=True)
 class RequestTimings:
     """What one live sequence has shown so far; owned by `VllmMetrics`. Engine times, except `arrival_ns` (front end)."""

@@ -1,0 +1,98 @@
+"""What a peer is, as data: how it is started, in front of which workers, and what is tried there."""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+Join = Callable[[Any], Awaitable[None]]
+"""Registers workers of a site by the router's own API."""
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One way to run a router; a column of its page.
+
+    `words` are its command line with `{port}`, `{metrics_port}`, `{url0}`, `{bootstrap0}`, `{events0}` for those of the first
+    worker, and so on. `flags` are more flags of `windtunnel serve`. Simulated time runs 20 times as fast, so that what takes a
+    real server seconds (SGLang looks for lost clients every 2 s or 4 s) takes little here.
+    """
+
+    name: str
+    engine: str
+    words: str
+    roles: tuple[str, ...] = ("worker", "worker")
+    grpc: bool = False
+    flags: tuple[str, ...] = ()
+    join: Join | None = None
+    balanced: bool = True
+    """Equal requests reach every worker."""
+    not_run: str = ""
+    """Why it is not tried; such a column is told as it is."""
+
+    @property
+    def pd(self) -> bool:
+        return "prefill" in self.roles
+
+    def serve_flags(self, role: str, port: int, bootstrap_port: int) -> list[str]:
+        """Of `windtunnel serve`, as they are tried."""
+        return ["wt-model", *self.shown_flags(role, port, bootstrap_port), *_TRIED, *_TRIED_BY_ENGINE[self.engine, role]]
+
+    def shown_flags(self, role: str, port: int, bootstrap_port: int, events_port: int = 0) -> list[str]:
+        """Those of them that the mode needs. Events of port 0 are published on a free one."""
+        words = f"--engine {self.engine} --port {port} {_ROLES[self.engine, role]}"
+        return [
+            *words.replace("BOOTSTRAP", str(bootstrap_port)).split(),
+            *(flag.replace("EVENTS_PORT", str(events_port)) for flag in self.flags),
+        ]
+
+
+_ROLES = {
+    ("vllm", "worker"): "",
+    ("vllm", "prefill"): '--kv-transfer-config {"kv_connector":"NixlConnector","kv_role":"kv_producer"}',
+    ("vllm", "decode"): '--kv-transfer-config {"kv_connector":"NixlConnector","kv_role":"kv_consumer"}',
+    ("sglang", "worker"): "",
+    ("sglang", "prefill"): "--disaggregation-mode prefill --disaggregation-bootstrap-port BOOTSTRAP",
+    ("sglang", "decode"): "--disaggregation-mode decode",
+}
+_SMALL = ("--max-model-len", "32768")
+_TRIED = ("--disable-access-log", "--time-scale", "20", "--itl", "20ms")
+_TRIED_BY_ENGINE = {
+    ("vllm", "worker"): _SMALL,
+    ("vllm", "prefill"): _SMALL,
+    ("vllm", "decode"): _SMALL,
+    ("sglang", "worker"): ("--context-length", "32768"),
+    ("sglang", "prefill"): ("--context-length", "32768", "--disaggregation-bootstrap-timeout", "20"),
+    ("sglang", "decode"): ("--context-length", "32768", "--disaggregation-waiting-timeout", "20"),
+}
+"""A small context, and short waits for a leg that never comes."""
+
+
+BLOCK_SIZE = 16
+KV_EVENTS = (
+    *("--block-size", str(BLOCK_SIZE), "--enable-scale-out", "--dev-mode", "--kv-events-config"),
+    '{"enable_kv_cache_events":true,"endpoint":"tcp://[::ffff:127.0.0.1]:EVENTS_PORT"}',
+)
+"""A vLLM worker whose KV events a router can subscribe to, and whose chats it can have rendered."""
+NO_VLLM_PD = "The workers have no prefill/decode of vLLM."
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A row of the page's second table: one thing that needs a router and workers of its own."""
+
+    row: str
+    mode: Mode
+    probe: Callable[[Any], Awaitable[str]]
+    thorough: bool = False
+    """Tried by `make compat` only, for the time it takes."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One page. `program` is looked for by `tests.compat.peers`; `package` says whose version is printed."""
+
+    name: str
+    package: str
+    program: str
+    modes: tuple[Mode, ...] = ()
+    setups: tuple[Setup, ...] = ()

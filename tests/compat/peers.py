@@ -1,0 +1,42 @@
+"""Where the real peers are: programs of environments of their own, never imported here.
+
+`WINDTUNNEL_ROUTERS` names the folder of their programs (several, separated as in PATH); without it `.venv-routers/bin` is
+looked into, which `make routers` builds from requirements-routers.lock.
+"""
+
+import os
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+VARIABLE = "WINDTUNNEL_ROUTERS"
+HINT = f"run `make routers`, or let {VARIABLE} name the folder of its programs"
+_ASK_S = 60
+
+
+def folders() -> list[Path]:
+    told = os.environ.get(VARIABLE)
+    return [Path(part) for part in told.split(os.pathsep)] if told else [ROOT / ".venv-routers" / "bin"]
+
+
+def find(program: str) -> Path | None:
+    return next((folder / program for folder in folders() if (folder / program).is_file()), None)
+
+
+def program(name: str) -> str:
+    """Its path. Skips the test where it is not installed."""
+    found = find(name)
+    if found is None:
+        pytest.skip(f"no {name}: {HINT}")
+    return str(found)
+
+
+@cache
+def version(package: str, found: Path) -> str:
+    """As the environment of the program says it."""
+    ask = f"from importlib.metadata import version; print(version({package!r}))"
+    told = subprocess.run([found.parent / "python", "-c", ask], capture_output=True, text=True, timeout=_ASK_S, check=True)
+    return told.stdout.strip()

@@ -1,0 +1,251 @@
+"""A router process between a client and simulated workers that live in this event loop, where a probe can look at them."""
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from tests.compat.modes import Mode
+from tests.serve.live import LiveServer, serving
+from windtunnel.serve import failures, grpc_front
+from windtunnel.serve.flags import parse_args
+from windtunnel.serve.http11 import LINE, ClientLine
+
+START_S = 60
+ANSWER_S = 30
+FREE_S = 1.5
+"""A worker that still works for a client that left so long ago is not freed by its leaving."""
+POLL_S = 0.005
+MODEL = "wt-model"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass(frozen=True)
+class Heard:
+    """One request that reached a worker over HTTP. Header names are lower case."""
+
+    path: str
+    headers: Mapping[str, str]
+    body: Any
+
+
+@dataclass
+class Worker:
+    """One simulated server. `failing` is the status that it refuses generating requests with."""
+
+    role: str
+    live: LiveServer
+    bootstrap_port: int
+    grpc_port: int | None
+    failing: int = 0
+    asked: int = 0
+    """Generating requests that reached it, over HTTP or gRPC."""
+    heard: list[Heard] = field(default_factory=list)
+    lines: list[ClientLine] = field(default_factory=list)
+    visited: bool = False
+    """Anything has reached it over HTTP, such as a look at its health."""
+
+    @property
+    def url(self) -> str:
+        return self.live.url if self.grpc_port is None else f"grpc://127.0.0.1:{self.grpc_port}"
+
+    @property
+    def posts(self) -> list[Heard]:
+        """Generating requests with JSON bodies."""
+        return [one for one in self.heard if isinstance(one.body, dict) and one.path in GENERATING]
+
+    def empty(self) -> bool:
+        """Nothing runs, waits, or is held. A prefill keeps the room of a leg that it refused."""
+        outstanding = getattr(self.live.server.engine, "outstanding", dict)()
+        stray = outstanding.pop("stray_rooms", 0)
+        held = sum(outstanding.values()) - stray
+        return not any((self.live.states(), len(self.live.server.jobs), held))
+
+    def connected(self) -> bool:
+        """Somebody waits for an answer over HTTP."""
+        return any(not line.gone and not line.answered for line in self.lines)
+
+    def told(self, **settings: Any) -> None:
+        """Change live settings, such as `ttft`."""
+        self.live.server.reconfigure(settings)
+
+    def forget(self) -> None:
+        self.failing = self.asked = 0
+        self.heard.clear()
+        self.lines.clear()
+
+    def watch(self) -> None:
+        """Count, record and refuse from here on."""
+        inject, config = self.live.server.inject_failure, self.live.process.config
+        app: Any = config.loaded_app
+
+        def counted(asked: str | None) -> None:
+            self.asked += 1
+            if self.failing:
+                failures.check_header(str(self.failing))
+            inject(asked)
+
+        async def recording(scope: Any, receive: Any, send: Any) -> None:
+            data = bytearray()
+            self.visited = True
+            if scope["path"] in GENERATING:
+                self.lines.append(scope[LINE])
+
+            async def tapped() -> Any:
+                message = await receive()
+                data.extend(message.get("body", b""))
+                if message["type"] == "http.request" and not message.get("more_body"):
+                    self.heard.append(_heard(scope, bytes(data)))
+                return message
+
+            await app(scope, tapped, send)
+
+        self.live.server.inject_failure = counted  # type: ignore[method-assign]
+        config.loaded_app = recording
+
+
+GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses", "/generate")
+
+
+def _heard(scope: Any, data: bytes) -> Heard:
+    headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+    body = None
+    with contextlib.suppress(ValueError):
+        body = json.loads(data)
+    return Heard(scope["path"], headers, body)
+
+
+@dataclass
+class Site:
+    """A router that has taken its workers in, and `reference`: a worker of the same engine without a router."""
+
+    mode: Mode
+    url: str
+    metrics_url: str
+    """Of the router."""
+    workers: Sequence[Worker]
+    reference: LiveServer
+    client: httpx.AsyncClient
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rsplit(":", 1)[1])
+
+    async def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
+        return await self.client.post(f"{self.url}{path}", json=body, headers=headers)
+
+    async def direct(self, path: str, body: Any) -> httpx.Response:
+        """The same, asked of the worker itself."""
+        return await self.client.post(f"{self.reference.url}{path}", json=body)
+
+    async def both(self, path: str, body: Any) -> tuple[httpx.Response, httpx.Response]:
+        """The worker's answer, and the router's."""
+        return await asyncio.gather(self.direct(path, body), self.post(path, body))  # type: ignore[return-value]
+
+    def busy(self) -> list[str]:
+        """Roles of workers that are not empty."""
+        return [worker.role for worker in self.workers if not worker.empty()]
+
+    async def until(self, condition: Callable[[], Any], patience_s: float = ANSWER_S) -> bool:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(patience_s):
+                while not condition():
+                    await asyncio.sleep(POLL_S)
+        return bool(condition())
+
+    async def settle(self) -> None:
+        """Back to workers that are idle, willing and forgetful."""
+        for worker in self.workers:
+            worker.forget()
+            worker.live.server.jobs.abort_all()
+        assert await self.until(lambda: not self.busy()), f"not empty: {self.busy()}"
+        for worker in self.workers:
+            worker.forget()
+            worker.live.server.engine.check_integrity()
+
+
+@contextlib.asynccontextmanager
+async def site(mode: Mode, program: str) -> AsyncIterator[Site]:
+    """Raises TimeoutError when the router does not come up."""
+    async with contextlib.AsyncExitStack() as stack:
+        workers = [await stack.enter_async_context(_worker(mode, role)) for role in mode.roles]
+        reference = await stack.enter_async_context(serving(parse_args(mode.serve_flags("worker", free_port(), 0)).config))
+        client = await stack.enter_async_context(httpx.AsyncClient(trust_env=False, timeout=ANSWER_S))
+        port, metrics_port = free_port(), free_port()
+        await stack.enter_async_context(_running([program, *_words(mode, workers, port, metrics_port)]))
+        urls = [f"http://127.0.0.1:{one}" for one in (port, metrics_port)]
+        made = Site(mode, urls[0], f"{urls[1]}/metrics", workers, reference, client)
+        async with asyncio.timeout(START_S):
+            await _ready(made)
+        yield made
+
+
+@contextlib.asynccontextmanager
+async def _worker(mode: Mode, role: str) -> AsyncIterator[Worker]:
+    bootstrap = free_port()
+    async with serving(parse_args(mode.serve_flags(role, free_port(), bootstrap)).config) as live:
+        front = await grpc_front.start(live.server) if mode.grpc else None
+        try:
+            worker = Worker(role, live, bootstrap, front.port if front else None)
+            worker.watch()
+            yield worker
+        finally:
+            if front is not None:
+                await front.stop(0)
+
+
+def _words(mode: Mode, workers: Sequence[Worker], port: int, metrics_port: int) -> list[str]:
+    places: dict[str, Any] = {"port": port, "metrics_port": metrics_port}
+    for number, worker in enumerate(workers):
+        places |= {f"url{number}": worker.url, f"bootstrap{number}": worker.bootstrap_port}
+        for source in worker.live.server.kv_event_sources.values():
+            places[f"events{number}"] = f"tcp://127.0.0.1:{source['endpoint'].rsplit(':', 1)[1]}"
+    return mode.words.format(**places).split()
+
+
+@contextlib.asynccontextmanager
+async def _running(command: Sequence[str]) -> AsyncIterator[None]:
+    process = await asyncio.create_subprocess_exec(
+        *command, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL
+    )
+    try:
+        yield
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+async def _ready(made: Site) -> None:
+    """Until it answers and has been at every worker."""
+    joined = made.mode.join is None
+    while True:
+        with contextlib.suppress(httpx.TransportError):
+            if not joined and (await made.client.get(f"{made.url}/health")).status_code < 600:
+                await _join(made)
+                joined = True
+            chat = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+            answer = await made.post("/v1/chat/completions", chat)
+            seen = all(worker.asked if made.mode.balanced else worker.visited or made.mode.grpc for worker in made.workers)
+            if joined and seen and answer.status_code == 200:
+                return await made.settle()
+        await asyncio.sleep(0.05)
+
+
+async def _join(made: Site) -> None:
+    if made.mode.join is not None:
+        await made.mode.join(made)
+
+
+Probe = Callable[[Site], Awaitable[str]]
+"""Does one thing at a site and says what came of it: `works`, or what else, in words that are the same in every run."""

@@ -1,0 +1,86 @@
+"""Probes of setups of their own: balance by ranks, by cache, by load."""
+
+import asyncio
+import re
+from typing import Any
+
+from tests.compat.cases import WORKS
+from tests.compat.shapes import CHAT, OF
+from tests.compat.site import Site, Worker
+
+ASKED = 6
+TRIES = 40
+
+
+async def answered(site: Site) -> str:
+    told = sorted({(await site.post(CHAT, OF[CHAT].body)).status_code for _ in range(4)})
+    return WORKS if told == [200] else f"no: {', '.join(map(str, told))}"
+
+
+async def ranks(site: Site) -> str:
+    """Where the rank is named, and which ranks are."""
+    for _ in range(4):
+        await site.post(CHAT, OF[CHAT].body)
+    posts = site.workers[0].posts
+    by_body = {one.body.get("data_parallel_rank") for one in posts}
+    by_header = {one.headers.get("x-data-parallel-rank") for one in posts}
+    for where, told in (("`data_parallel_rank`", by_body), ("`x-data-parallel-rank`", by_header)):
+        if told - {None}:
+            return f"{where} {' and '.join(sorted(map(str, told)))}"
+    return "no rank is named"
+
+
+def _conversation(name: str) -> dict[str, Any]:
+    return OF[CHAT].body | {"messages": [{"role": "user", "content": f"conversation {name} " * 60}]}
+
+
+async def follows_the_cache(site: Site) -> str:
+    """Six of six go to the worker that holds the prompt, and to the other one once the blocks have moved."""
+    first, second = site.workers
+    await _hold(site, second, _conversation("a"))
+    there = await _asked(site, _conversation("a"))
+    await site.client.post(f"{second.live.url}/reset_prefix_cache")
+    await _hold(site, second, _conversation("b"))
+    await _hold(site, first, _conversation("a"))
+    back = await _asked(site, _conversation("a"))
+    return WORKS if (there, back) == ([0, ASKED], [ASKED, 0]) else f"{there}, then {back}"
+
+
+async def _asked(site: Site, body: dict[str, Any]) -> list[int]:
+    for worker in site.workers:
+        worker.forget()
+    for _ in range(ASKED):
+        await site.post(CHAT, body)
+    return [worker.asked for worker in site.workers]
+
+
+async def _hold(site: Site, worker: Worker, body: dict[str, Any]) -> None:
+    """The worker has the prompt in its cache, and the router has heard so: a later prompt there is a hit for it."""
+    await site.client.post(f"{worker.live.url}{CHAT}", json=body)
+    for number in range(TRIES):
+        later = _conversation(f"barrier {worker.url} {body['messages'][0]['content'][:16]} {number}")
+        await site.client.post(f"{worker.live.url}{CHAT}", json=later)
+        before = await _hits(site)
+        await site.post(CHAT, later)
+        if await _hits(site) > before:
+            return
+        await asyncio.sleep(0.05)
+    raise AssertionError("no event of a worker has reached the router")
+
+
+async def _hits(site: Site) -> float:
+    text = (await site.client.get(site.metrics_url)).text
+    found = re.search(r'^vllm_router_kv_placement_lookups_total\{result="hit"\} (\S+)', text, re.MULTILINE)
+    return float(found[1]) if found else 0
+
+
+async def goes_back_to_its_cache(site: Site) -> str:
+    """Of four conversations with three turns each most blocks are found again."""
+    for name in "abcd":
+        for _ in range(3):
+            await site.post(CHAT, _conversation(name))
+    hits, queries = (
+        sum(worker.live.gauge(f"vllm:prefix_cache_{what}_total") for worker in site.workers) for what in ("hits", "queries")
+    )
+    subscribed = sum(len(worker.live.server.publishers) for worker in site.workers)
+    return WORKS if hits > queries / 2 and subscribed else f"{hits:.0f} of {queries:.0f} tokens found"

@@ -1,0 +1,131 @@
+"""`python -m tests.compat.storms`: the lab between clients and each router, workers and router as processes.
+
+Every mode of every peer is stormed four times: streams left at their third token, whole answers left, and both left before
+there is a token. Each line names the findings; a document of each storm is written to `--out`.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import sys
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.compat import peers
+from tests.compat.all import PEERS
+from tests.compat.modes import Mode
+from tests.compat.site import START_S, free_port
+
+PACE = ("--disable-access-log", "--ttft", "20ms", "--itl", "5ms")
+SLOW = ("--disable-access-log", "--ttft", "2s", "--itl", "5ms")
+_COMMON = "--victims 10 --rounds 2 --survivors 4 --bystanders 12 --later 8 --quiet-deadline 20s --set known=3"
+STORMS: dict[str, tuple[tuple[str, ...], str]] = {
+    "streams at their third token": (PACE, "--how fin,rst --when tokens:3"),
+    "whole answers": (PACE, "--how fin,rst --no-stream --max-tokens 800 --when after:300ms"),
+    "streams before the first token": (SLOW, "--how fin,rst --when after:300ms"),
+    "whole answers before the first token": (SLOW, "--how fin,rst --no-stream --when after:300ms"),
+}
+STORM_S = 300
+
+
+@contextlib.asynccontextmanager
+async def _process(*command: str, log: Path) -> AsyncIterator[None]:
+    with log.open("ab") as out:
+        process = await asyncio.create_subprocess_exec(*command, stdout=out, stderr=out)
+        try:
+            yield
+        finally:
+            if process.returncode is None:
+                process.terminate()
+            try:
+                async with asyncio.timeout(10):
+                    await process.wait()
+            except TimeoutError:
+                process.kill()
+                await process.wait()
+
+
+@contextlib.asynccontextmanager
+async def fleet(mode: Mode, program: str, pace: Sequence[str], log: Path) -> AsyncIterator[tuple[str, list[str]]]:
+    """(the router's URL, the workers' URLs)."""
+    places: dict[str, Any] = {"port": free_port(), "metrics_port": free_port()}
+    urls = []
+    async with contextlib.AsyncExitStack() as stack:
+        for number, role in enumerate(mode.roles):
+            port, bootstrap, grpc = free_port(), free_port(), free_port()
+            urls.append(f"http://127.0.0.1:{port}")
+            spoken = f"grpc://127.0.0.1:{grpc}" if mode.grpc else urls[-1]
+            places |= {f"url{number}": spoken, f"bootstrap{number}": bootstrap}
+            flags = [*mode.shown_flags(role, port, bootstrap), *pace, *(["--grpc-port", str(grpc)] if mode.grpc else [])]
+            command = (sys.executable, "-m", "windtunnel", "serve", "wt-model", *flags)
+            await stack.enter_async_context(_process(*command, log=log))
+        await _up([f"{url}/health" for url in urls])
+        await stack.enter_async_context(_process(program, *mode.words.format(**places).split(), log=log))
+        router = f"http://127.0.0.1:{places['port']}"
+        await _up([f"{router}/v1/models"])
+        await _answers(router)
+        yield router, urls
+
+
+async def _up(urls: Sequence[str]) -> None:
+    async with httpx.AsyncClient(trust_env=False) as client, asyncio.timeout(START_S):
+        for url in urls:
+            while not await _ok(client.get(url)):
+                await asyncio.sleep(0.05)
+
+
+async def _answers(router: str) -> None:
+    body = {"model": "wt-model", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+    async with httpx.AsyncClient(trust_env=False, timeout=START_S) as client, asyncio.timeout(START_S):
+        while not await _ok(client.post(f"{router}/v1/chat/completions", json=body)):
+            await asyncio.sleep(0.05)
+
+
+async def _ok(asking: Any) -> bool:
+    with contextlib.suppress(httpx.TransportError):
+        return bool((await asking).status_code == 200)
+    return False
+
+
+async def storm(router: str, workers: Sequence[str], words: str) -> dict[str, Any]:
+    metrics = [word for url in workers for word in ("--metrics-url", f"{url}/metrics")]
+    command = ["-m", "windtunnel", "storm", router, "--model", "wt-model", *metrics, *words.split(), *_COMMON.split(), "--json"]
+    process = await asyncio.create_subprocess_exec(sys.executable, *command, stdout=asyncio.subprocess.PIPE)
+    async with asyncio.timeout(STORM_S):
+        told, _ = await process.communicate()
+    return json.loads(told) if told.strip() else {"findings": [], "failed": process.returncode}
+
+
+async def run(wanted: Sequence[str], out: Path) -> None:
+    for peer in PEERS:
+        program = peers.find(peer.program)
+        if program is None or (wanted and peer.name not in wanted):
+            continue
+        for mode in peer.modes:
+            for name, (pace, words) in STORMS.items():
+                if mode.not_run:
+                    continue
+                label = f"{peer.name} {peers.version(peer.package, program)}, {mode.name}, {name}"
+                slug = label.replace(" ", "-").replace(",", "").replace("/", "")
+                async with fleet(mode, str(program), pace, out / f"{slug}.log") as (router, urls):
+                    told = await storm(router, urls, words)
+                (out / f"{slug}.json").write_text(json.dumps(told, indent=1))
+                found = [f"{one['name']} ({'; '.join(one['evidence'])})" for one in told["findings"]]
+                print(f"{label}: {' | '.join(found) or told.get('failed') or 'nothing'}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.compat.storms", description=__doc__)
+    parser.add_argument("--peer", action="append", default=[])
+    parser.add_argument("--out", type=Path, default=Path("out/router-storms"))
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    asyncio.run(run(options.peer, options.out))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""vllm-router (clients reference §4.3)."""
+
+from tests.compat.modes import BLOCK_SIZE, KV_EVENTS, NO_VLLM_PD, Mode, Peer, Setup
+from tests.compat.steering import answered, follows_the_cache, ranks
+
+_HEAD = "--host 127.0.0.1 --port {port} --prometheus-host 127.0.0.1 --prometheus-port {metrics_port}"
+_CALM = f"{_HEAD} --disable-circuit-breaker"
+_BOTH = f"{_CALM} --policy round_robin --worker-urls {{url0}} {{url1}}"
+_PAIR = f"{_CALM} --vllm-pd-disaggregation --prefill {{url0}} --decode {{url1}} --kv-connector nixl"
+_LEGS = ("prefill", "decode")
+
+KV_AWARE = Mode(
+    "kv_aware",
+    "vllm",
+    f"{_HEAD} --policy kv_aware --kv-event-source {{url0}}={{events0}} --kv-event-source {{url1}}={{events1}} "
+    f"--kv-event-model wt-model --kv-event-block-size {BLOCK_SIZE} --worker-urls {{url0}} {{url1}}",
+    flags=KV_EVENTS,
+    balanced=False,
+)
+
+PEER = Peer(
+    "vllm-router",
+    "vllm-router",
+    "vllm-router",
+    (
+        Mode("vLLM", "vllm", _BOTH),
+        Mode("SGLang", "sglang", _BOTH),
+        Mode("vLLM P/D, nixl", "vllm", _PAIR, _LEGS, not_run=NO_VLLM_PD),
+    ),
+    (
+        Setup(
+            "`--policy kv_aware`: 6 of 6 to the worker that holds the prompt, then to the other", KV_AWARE, follows_the_cache
+        ),
+        Setup(
+            "`--intra-node-data-parallel-size 2`, a worker with two ranks",
+            Mode(
+                "ranks",
+                "vllm",
+                f"{_HEAD} --intra-node-data-parallel-size 2 --api-key wt-key --policy round_robin --worker-urls {{url0}}",
+                ("worker",),
+                flags=("--data-parallel-size", "2"),
+            ),
+            ranks,
+        ),
+        Setup(
+            "`--policy power_of_two`",
+            Mode("load", "vllm", f"{_HEAD} --policy power_of_two --worker-urls {{url0}} {{url1}}", balanced=False),
+            answered,
+            thorough=True,
+        ),
+    ),
+)

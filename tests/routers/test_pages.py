@@ -1,0 +1,46 @@
+"""The real routers before our workers: every mode and setup does what its committed page says (`make compat` writes it)."""
+
+import pytest
+from tests.compat import page, peers
+from tests.compat.all import PEERS
+from tests.compat.cases import CASES
+from tests.compat.modes import Mode, Peer, Setup
+from tests.compat.run import NOT_HERE, SETUPS, run_alone, run_mode
+
+QUICK = tuple(case for case in CASES if not case.thorough)
+MODES = [(peer, mode) for peer in PEERS for mode in peer.modes if not mode.not_run]
+SETUP_ROWS = [(peer, setup) for peer in PEERS for setup in peer.setups if not setup.thorough and not setup.mode.not_run]
+MUST_WORK = ("`/v1/chat/completions`", "`/v1/chat/completions`, streamed", "`/v1/completions`", "stop string", "300 tokens")
+MUST_FREE = ("the client leaves a stream", "the client leaves before its whole answer")
+
+
+@pytest.mark.parametrize(("peer", "mode"), MODES, ids=[f"{peer.name}: {mode.name}" for peer, mode in MODES])
+async def test_a_mode_is_as_its_page_says(peer: Peer, mode: Mode) -> None:
+    found = await run_mode(mode, peers.program(peer.program), QUICK)
+    told = page.cells(peer)
+    wrong = {
+        row: (cell, told.get((row, name)))
+        for (row, name), cell in found.items()
+        if cell not in (told.get((row, name)), NOT_HERE)
+    }
+    assert not wrong, f"found, and what docs/compat/{peer.name}.md says: {wrong}"
+
+
+@pytest.mark.parametrize(("peer", "setup"), SETUP_ROWS, ids=[f"{peer.name}: {setup.row}" for peer, setup in SETUP_ROWS])
+async def test_a_setup_is_as_its_page_says(peer: Peer, setup: Setup) -> None:
+    assert await run_alone(setup.mode, peers.program(peer.program), setup.probe) == page.cells(peer)[setup.row, SETUPS]
+
+
+@pytest.mark.parametrize("peer", PEERS, ids=[peer.name for peer in PEERS])
+def test_what_must_work_does(peer: Peer) -> None:
+    """Whatever a run once wrote: these cells may not become anything else."""
+    told = page.cells(peer)
+    for mode in peer.modes:
+        for rows, wanted in ((MUST_WORK, "works"), (MUST_FREE, "freed")):
+            assert mode.not_run or {told[row, mode.name] for row in rows} == {wanted}, mode.name
+
+
+def test_events_steer_a_router() -> None:
+    (vllm_router,) = (peer for peer in PEERS if peer.name == "vllm-router")
+    (row,) = (setup.row for setup in vllm_router.setups if "kv_aware" in setup.row)
+    assert page.cells(vllm_router)[row, SETUPS] == "works"
