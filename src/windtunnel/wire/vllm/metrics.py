@@ -214,7 +214,7 @@ class RequestTimings:
     last_token_ns: int = 0
     cached_tokens: int = 0
     external_tokens: int = 0
-    """Of the cached ones: from a tier behind the pool, or through a KV connector."""
+    """Of the cached ones: from a host or disk tier, or through a KV connector."""
     generated: int = 0
     preemptions: int = 0
     unreported_preemptions: int = 0
@@ -227,7 +227,7 @@ class RequestTimings:
             case Event.SCHEDULE if self.scheduled_ns is None:
                 self.scheduled_ns = transition.at_ns
                 detail = transition.detail or {}
-                self.external_tokens = sum(int(detail.get(name, 0)) for name in _EXTERNAL)
+                self.external_tokens = sum(int(detail.get(f"{source}_tokens", 0)) for source in ("host", "disk", "external"))
             case Event.PREEMPT:
                 self.preemptions += 1
                 self.unreported_preemptions += 1
