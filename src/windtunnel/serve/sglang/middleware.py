@@ -3,7 +3,7 @@
 from collections.abc import MutableMapping
 from typing import Any
 
-from windtunnel.serve.asgi import Endpoint, Receive, Scope, Send, send_bytes
+from windtunnel.serve.asgi import Endpoint, Receive, Scope, Send, headers_of, send_bytes
 from windtunnel.serve.middleware import INTERNAL, ApiKeys, bearers, bears_one, guarded
 from windtunnel.wire.sglang.errors import flat_body
 from windtunnel.wire.sglang.metrics import SglangMetrics
@@ -23,17 +23,18 @@ class SglangHttp:
             await self._app(scope, receive, send)
             return
         metrics, endpoint, method = self._metrics, scope["path"], scope["method"]
+        routing_key = headers_of(scope).get("x-smg-routing-key")
 
         async def watched_send(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
                 metrics.on_http_status(endpoint, method, message["status"])
             await send(message)
 
-        metrics.on_http_begin(endpoint, method)
+        metrics.on_http_begin(endpoint, method, routing_key)
         try:
             await guarded(self._app, scope, receive, watched_send, _fail)
         finally:
-            metrics.on_http_end(endpoint, method)
+            metrics.on_http_end(endpoint, method, routing_key)
 
 
 async def _fail(send: Send) -> None:
