@@ -29,8 +29,10 @@ $(READY): requirements.lock pyproject.toml
 demo: $(READY)
 	$(BIN)/windtunnel demo
 
+# Tests of one file share a worker: they may share a server.
+WORKERS ?= 2
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 check: $(READY)
 	$(BIN)/ruff format --check .
