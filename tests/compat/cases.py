@@ -123,6 +123,18 @@ async def bootstrap_triple(site: Site) -> str:
     return "the same on both legs" if right else f"{told[:2]}"
 
 
+async def read(site: Site) -> str:
+    """The decode gets the KV of the prompt from the prefill."""
+    decode = site.workers[1].live
+
+    def tokens() -> float:
+        return decode.gauge("vllm:external_prefix_cache_hits_total")
+
+    before = tokens()
+    await site.post(CHAT, _chat(messages=[{"role": "user", "content": "a prompt of many blocks " * 40}]))
+    return WORKS if tokens() > before else "the decode computes the prompt itself"
+
+
 # Errors
 
 
@@ -146,6 +158,8 @@ async def failing(site: Site, status: int, workers: slice, *, stream: bool = Fal
     for worker in site.workers[workers]:
         worker.failing = status
     answers = [await site.post(CHAT, _chat(stream=stream)) for _ in range(requests)]
+    while site.mode.random and not any(worker.asked for worker in site.workers[workers]):
+        answers.append(await site.post(CHAT, _chat(stream=stream)))
     told = sorted({answer.status_code for answer in answers})
     attempts = sum(worker.asked for worker in site.workers[workers])
     if told == [200]:
@@ -202,18 +216,18 @@ async def leaving(site: Site, *, stream: bool) -> str:
 
 
 async def leaving_before_the_first_token(site: Site, *, stream: bool) -> str:
-    """Every worker is at the prompt for 4 s. Where the router passes a head on at once, the client has it before it leaves."""
+    """Who is asked is at the prompt for 4 s. Where the router passes a head on at once, the client has it before it leaves."""
     for worker in site.workers:
         worker.told(ttft="80s")
     try:
         client = await RawClient.connect(site.port)
         client.send(request_bytes(CHAT, _chat(**LONG, stream=stream)))
-        assert await site.until(lambda: all(worker.live.states() or not site.mode.pd for worker in site.workers))
+        assert await site.until(lambda: all(worker.live.states() or not site.mode.legs_at_once for worker in site.workers))
         assert await site.until(lambda: bool(site.busy()))
         if stream and site.mode.engine == "vllm":
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(client.reader.readuntil(b"\r\n\r\n"), HEAD_S)
-        return await (_closed if site.mode.pd else _left)(site, client)
+        return await (_closed if site.mode.legs_at_once else _left)(site, client)
     finally:
         for worker in site.workers:
             worker.live.server.jobs.abort_all()
@@ -259,6 +273,10 @@ def _regular(mode: Mode) -> bool:
     return not mode.pd
 
 
+def _in_turns(mode: Mode) -> bool:
+    return not (mode.pd or mode.random)
+
+
 def _both(first: Callable[[Mode], bool], second: Callable[[Mode], bool]) -> Callable[[Mode], bool]:
     return lambda mode: first(mode) and second(mode)
 
@@ -268,7 +286,11 @@ def _pd(mode: Mode) -> bool:
 
 
 def _sglang_pd(mode: Mode) -> bool:
-    return mode.pd and mode.engine == "sglang" and not mode.grpc
+    return mode.legs_at_once and not mode.grpc
+
+
+def _vllm_pd(mode: Mode) -> bool:
+    return mode.pd and mode.engine == "vllm"
 
 
 def _sglang(mode: Mode) -> bool:
@@ -303,11 +325,12 @@ CASES: tuple[Case, ...] = (
     ),
     Case("`/v1/models`", listed),
     *(Case(one.row, partial(same, one=one)) for one in SAME),
-    Case("four requests at two workers", turns, _regular),
+    Case("four requests at two workers", turns, _in_turns),
     Case("`max_tokens` arrives as", renamed, _http),
     Case("an unknown field is", unknown_field, _http),
     Case("`model` of `/generate` arrives as", model_of_generate, _sglang),
     Case("the bootstrap triple is", bootstrap_triple, _sglang_pd),
+    Case("the decode reads what the prefill computed", read, _vllm_pd),
     Case("headers passed on", forwarded, _http),
     Case("`x-request-id` of the answer is", request_id),
     Case("400 for a bad parameter", partial(passed, body=_chat(**_BAD))),
@@ -322,7 +345,7 @@ CASES: tuple[Case, ...] = (
         Case(
             f"the client leaves before the first token, {'streamed' if stream else 'whole'}",
             partial(leaving_before_the_first_token, stream=stream),
-            lambda mode: not (mode.grpc and mode.pd),
+            lambda mode: not (mode.grpc and mode.legs_at_once),
         )
         for stream in (True, False)
     ),

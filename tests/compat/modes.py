@@ -1,11 +1,11 @@
 """What a peer is, as data: how it is started, in front of which workers, and what is tried there."""
 
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
-Join = Callable[[Any], Awaitable[None]]
-"""Registers workers of a site by the router's own API."""
+NOT_HERE = "–"
+"""The row means nothing in this mode."""
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,15 @@ class Mode:
     roles: tuple[str, ...] = ("worker", "worker")
     grpc: bool = False
     flags: tuple[str, ...] = ()
-    join: Join | None = None
+    registers: bool = False
+    """The router takes its workers by `POST /workers` after its start."""
     balanced: bool = True
     """Equal requests reach every worker."""
+    random: bool = False
+    """A worker is drawn for each request, and one that has failed is left out for a while."""
+    config: str = ""
+    """The text of a file, with the same places as `words`, where it is `{config}`."""
+    environment: Mapping[str, str] = field(default_factory=dict)
     not_run: str = ""
     """Why it is not tried; such a column is told as it is."""
 
@@ -33,9 +39,18 @@ class Mode:
     def pd(self) -> bool:
         return "prefill" in self.roles
 
+    @property
+    def legs_at_once(self) -> bool:
+        """Prefill and decode get a request at the same time, as SGLang's do; vLLM's follow each other."""
+        return self.pd and self.engine == "sglang"
+
     def serve_flags(self, role: str, port: int, bootstrap_port: int) -> list[str]:
         """Of `windtunnel serve`, as they are tried."""
-        return ["wt-model", *self.shown_flags(role, port, bootstrap_port), *_TRIED, *_TRIED_BY_ENGINE[self.engine, role]]
+        return ["wt-model", *_TRIED, *_TRIED_BY_ENGINE[self.engine, role], *self.shown_flags(role, port, bootstrap_port)]
+
+    def plain_flags(self, role: str, port: int, bootstrap_port: int) -> list[str]:
+        """Of a server whose times are its own."""
+        return ["wt-model", *self.shown_flags(role, port, bootstrap_port), "--disable-access-log"]
 
     def shown_flags(self, role: str, port: int, bootstrap_port: int, events_port: int = 0) -> list[str]:
         """Those of them that the mode needs. Events of port 0 are published on a free one."""
@@ -48,8 +63,14 @@ class Mode:
 
 _ROLES = {
     ("vllm", "worker"): "",
-    ("vllm", "prefill"): '--kv-transfer-config {"kv_connector":"NixlConnector","kv_role":"kv_producer"}',
-    ("vllm", "decode"): '--kv-transfer-config {"kv_connector":"NixlConnector","kv_role":"kv_consumer"}',
+    (
+        "vllm",
+        "prefill",
+    ): '--kv-transfer-config {"kv_connector":"NixlConnector","kv_role":"kv_producer"} --nixl-side-channel-port 0',
+    (
+        "vllm",
+        "decode",
+    ): '--kv-transfer-config {"kv_connector":"NixlConnector","kv_role":"kv_consumer"} --nixl-side-channel-port 0',
     ("sglang", "worker"): "",
     ("sglang", "prefill"): "--disaggregation-mode prefill --disaggregation-bootstrap-port BOOTSTRAP",
     ("sglang", "decode"): "--disaggregation-mode decode",
@@ -73,7 +94,6 @@ KV_EVENTS = (
     '{"enable_kv_cache_events":true,"endpoint":"tcp://[::ffff:127.0.0.1]:EVENTS_PORT"}',
 )
 """A vLLM worker whose KV events a router can subscribe to, and whose chats it can have rendered."""
-NO_VLLM_PD = "The workers have no prefill/decode of vLLM."
 
 
 @dataclass(frozen=True)
@@ -87,6 +107,15 @@ class Setup:
     """Tried by `make compat` only, for the time it takes."""
 
 
+class Trial(Protocol):
+    """What is tried with a peer that is no router: one run of it against one server gives a cell for each row."""
+
+    @property
+    def rows(self) -> Sequence[str]: ...
+
+    async def run(self, mode: Mode, program: str) -> dict[str, str]: ...
+
+
 @dataclass(frozen=True)
 class Peer:
     """One page. `program` is looked for by `tests.compat.peers`; `package` says whose version is printed."""
@@ -96,3 +125,5 @@ class Peer:
     program: str
     modes: tuple[Mode, ...] = ()
     setups: tuple[Setup, ...] = ()
+    trial: Trial | None = None
+    """In place of the routers' table."""

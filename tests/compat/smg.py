@@ -1,8 +1,6 @@
 """smg (clients reference §4.1, §4.2)."""
 
-from typing import Any
-
-from tests.compat.modes import KV_EVENTS, NO_VLLM_PD, Mode, Peer, Setup
+from tests.compat.modes import KV_EVENTS, Mode, Peer, Setup
 from tests.compat.steering import answered, goes_back_to_its_cache, ranks
 
 _HEAD = "launch --host 127.0.0.1 --port {port} --prometheus-host 127.0.0.1 --prometheus-port {metrics_port}"
@@ -10,15 +8,6 @@ _CALM = f"{_HEAD} --disable-circuit-breaker"
 _BOTH = f"{_CALM} --policy round_robin --worker-urls {{url0}} {{url1}}"
 _PAIR = f"{_CALM} --pd-disaggregation --prefill {{url0}} {{bootstrap0}} --decode {{url1}}"
 _LEGS = ("prefill", "decode")
-
-
-async def _join_nixl(site: Any) -> None:
-    """Its command line has no flag for a connector."""
-    roles = (("prefill", "kv_producer"), ("decode", "kv_consumer"))
-    for worker, (role, kv_role) in zip(site.workers, roles, strict=True):
-        told = {"url": worker.url, "worker_type": role, "runtime_type": "vllm", "kv_connector": "NixlConnector"}
-        told |= {"kv_role": kv_role, "kv_engine_id": f"eng-{role}"}
-        await site.post("/workers", told)
 
 
 PEER = Peer(
@@ -37,10 +26,9 @@ PEER = Peer(
             "vllm",
             f"{_CALM} --pd-disaggregation --backend vllm --enable-igw",
             _LEGS,
-            join=_join_nixl,
-            not_run=NO_VLLM_PD,
+            registers=True,
         ),
-        Mode("vLLM P/D, gRPC", "vllm", _PAIR, _LEGS, grpc=True, not_run=NO_VLLM_PD),
+        Mode("vLLM P/D, gRPC", "vllm", _PAIR, _LEGS, grpc=True),
     ),
     (
         Setup(

@@ -1,6 +1,6 @@
 """vllm-router (clients reference §4.3)."""
 
-from tests.compat.modes import BLOCK_SIZE, KV_EVENTS, NO_VLLM_PD, Mode, Peer, Setup
+from tests.compat.modes import BLOCK_SIZE, KV_EVENTS, Mode, Peer, Setup
 from tests.compat.steering import answered, follows_the_cache, ranks
 
 _HEAD = "--host 127.0.0.1 --port {port} --prometheus-host 127.0.0.1 --prometheus-port {metrics_port}"
@@ -25,7 +25,7 @@ PEER = Peer(
     (
         Mode("vLLM", "vllm", _BOTH),
         Mode("SGLang", "sglang", _BOTH),
-        Mode("vLLM P/D, nixl", "vllm", _PAIR, _LEGS, not_run=NO_VLLM_PD),
+        Mode("vLLM P/D, nixl", "vllm", _PAIR, _LEGS),
     ),
     (
         Setup(

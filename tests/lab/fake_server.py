@@ -64,6 +64,8 @@ class FakeServer:
     drifted: int = 0
     live: dict[str, str] = field(default_factory=dict)
     """Request id → state, for `/debug/requests`; filled by tests."""
+    held: list[str] = field(default_factory=list)
+    """Request ids, for `/debug/disaggregation`; filled by tests."""
     debug: bool = False
     ids: dict[asyncio.StreamWriter, str] = field(default_factory=dict)
     seen_ids: list[str] = field(default_factory=list)
@@ -116,6 +118,8 @@ class FakeServer:
         elif path == "/debug/requests" and self.debug:
             live = [{"request_id": key, "state": state} for key, state in self.live.items()]
             await answer(writer, 200, json.dumps({"live": live}))
+        elif path == "/debug/disaggregation" and self.debug:
+            await answer(writer, 200, json.dumps([{"holds": [{"request_id": one} for one in self.held]}]))
         elif path == "/abort_requests":
             self.aborted |= set(json.loads(body)["request_ids"])
             await answer(writer, 200, "{}")

@@ -57,7 +57,13 @@ async def test_an_aborted_bystander_is_called_so() -> None:
 
 @pytest.mark.parametrize(
     ("moment", "state"),
-    [(Moment.QUEUED, "deferred"), (Moment.PREFILL, "prefill"), (Moment.TRANSFER, "transferring"), (Moment.BETWEEN, "inflight")],
+    [
+        (Moment.QUEUED, "deferred"),
+        (Moment.PREFILL, "prefill"),
+        (Moment.TRANSFER, "transferring"),
+        (Moment.BETWEEN, "inflight"),
+        (Moment.BETWEEN, "held"),
+    ],
 )
 async def test_states_are_read_where_the_target_shows_them(moment: Moment, state: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("windtunnel.lab.states.PATIENCE_NS", 60 * S)
@@ -67,7 +73,8 @@ async def test_states_are_read_where_the_target_shows_them(moment: Moment, state
     try:
         storm = asyncio.create_task(run_storm(make_target(f"http://127.0.0.1:{port}", "fake"), plan))
         await until(lambda: server.running == plan.victims)
-        server.live = {f"cmpl-{one}-0-x": state for one in server.ids.values()}
+        ids = {f"cmpl-{one}-0-x": state for one in server.ids.values()}
+        server.live, server.held = ({}, list(ids)) if state == "held" else (ids, [])
         result = await storm
     finally:
         await server.stop()

@@ -114,17 +114,17 @@ async def test_work_for_nobody_is_not_called_a_leak() -> None:
 @pytest.mark.parametrize(
     ("when", "state"),
     [
-        (Trigger(Moment.INCOMPLETE, 0), {"incomplete"}),
-        (Trigger(Moment.SENT, 0), {"sent"}),
-        (Trigger(Moment.HEAD, 0), {"head", "tokens:1"}),
-        (Trigger(Moment.TOKENS, 2), {"tokens:2", "tokens:3"}),
+        (Trigger(Moment.INCOMPLETE, 0), ("incomplete",)),
+        (Trigger(Moment.SENT, 0), ("sent",)),
+        (Trigger(Moment.HEAD, 0), ("head", "tokens:1")),
+        (Trigger(Moment.TOKENS, 2), ("tokens:2", "tokens:3")),
     ],
     ids=str,
 )
-async def test_victims_leave_in_the_state_that_was_asked_for(how: How, when: Trigger, state: set[str]) -> None:
+async def test_victims_leave_in_the_state_that_was_asked_for(how: How, when: Trigger, state: tuple[str, ...]) -> None:
     plan = replace(PLAN, how=(how,), when=when, linger_ns=200 * MS, bystanders=0, later=0, survivors=0)
     result = await blow(plan, itl_s=0.05)
-    assert {victim.left_in for victim in result.of(Role.VICTIM)} <= state
+    assert {victim.left_in for victim in result.of(Role.VICTIM)} <= set(state)
     assert result.quiet_ns is not None
     assert find(result) == ()
 

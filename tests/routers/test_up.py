@@ -1,4 +1,4 @@
-"""`windtunnel up` with the real sglang-router, which it finds on PATH."""
+"""`windtunnel up` with real routers, which it finds on PATH."""
 
 import os
 from pathlib import Path
@@ -6,9 +6,11 @@ from pathlib import Path
 import httpx
 import pytest
 from tests.compat import peers
-from tests.serve.sglang.test_pd_processes import PATIENCE_S, PROMPT, running, unified_answer
+from tests.serve.sglang.test_pd_processes import PATIENCE_S, PROMPT, unified_answer
+from tests.serve.sglang.test_pd_processes import running as running_sglang
+from tests.serve.vllm_pd.test_processes import running as running_vllm
 
-from windtunnel.serve.up.plan import UpPlan, preset
+from windtunnel.serve.up.plan import RouterKind, UpPlan, preset
 from windtunnel.serve.up.processes import Fleet
 
 BODY = {"model": "windtunnel", "prompt": PROMPT, "max_tokens": 12}
@@ -16,13 +18,25 @@ BODY = {"model": "windtunnel", "prompt": PROMPT, "max_tokens": 12}
 
 @pytest.fixture(autouse=True)
 def on_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = Path(peers.program("sglang-router")).parent
+    folder = Path(peers.program("smg")).parent
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
 
 
-async def test_a_pair_behind_the_real_router() -> None:
+@pytest.mark.parametrize(
+    ("what", "router"),
+    [
+        ("sglang-pd", "sglang-router"),
+        ("sglang-pd", "smg"),
+        ("sglang-pd", "vllm-router"),
+        ("vllm-pd", "smg"),
+        ("vllm-pd", "vllm-router"),
+    ],
+)
+async def test_a_pair_behind_a_real_router(what: str, router: str) -> None:
     """The text is ours, and nothing is held afterwards."""
-    async with running(router="sglang-router") as pd:
+    peers.program(router)
+    started = running_sglang if what == "sglang-pd" else running_vllm
+    async with started(router=router) as pd:
         answer = (await pd.client.post(f"{pd.up.url}/v1/completions", json=BODY)).json()
         chat = {"model": "windtunnel", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 4, "stream": True}
         stream = (await pd.client.post(f"{pd.up.url}/v1/chat/completions", json=chat)).text
@@ -32,8 +46,10 @@ async def test_a_pair_behind_the_real_router() -> None:
     assert stream.rstrip().endswith("data: [DONE]") and stream.count("data: {") >= 4
 
 
-async def test_two_workers_behind_the_real_router() -> None:
-    fleet = Fleet(UpPlan(preset("sglang").servers, "sglang-router", liveness_s=0))
+@pytest.mark.parametrize("router", ["sglang-router", "smg", "vllm-router"])
+async def test_two_workers_behind_a_real_router(router: RouterKind) -> None:
+    peers.program(router)
+    fleet = Fleet(UpPlan(preset("sglang").servers, router, liveness_s=0))
     try:
         up = await fleet.start()
         async with httpx.AsyncClient(timeout=PATIENCE_S, trust_env=False) as client:

@@ -1,7 +1,4 @@
-"""What real routers and clients rely on (clients reference §11), asked of both engines without any of them.
-
-(e), `kv_transfer_params` of a prefill, belongs to vLLM's prefill/decode, which these servers do not have.
-"""
+"""What real routers and clients rely on (clients reference §11), asked of both engines without any of them."""
 
 import asyncio
 import contextlib
@@ -92,6 +89,29 @@ async def test_b_generate_takes_a_model_that_is_none(model: str | None) -> None:
     async with talking("sglang") as (_, client):
         body = {"text": TEXT, "sampling_params": {"max_new_tokens": 3}} | extra
         assert (await answer(client, "/generate", body | {"model": model}))["meta_info"]["completion_tokens"] == 3
+
+
+# (e) The prefill of vLLM's pairs.
+
+_NIXL = '{"kv_connector": "NixlConnector", "kv_role": "kv_producer"}'
+_PREFILL = ("--kv-transfer-config", _NIXL, "--nixl-side-channel-port", "0")
+_NULLS = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
+_RELAYED = {"remote_engine_id", "remote_block_ids", "remote_request_id", "remote_host", "remote_port", "tp_size"}
+"""What a router carries to the decode without a look at it (§4.3)."""
+
+
+@pytest.mark.parametrize("nulls", [{}, _NULLS], ids=["smg", "vllm-router"])
+@pytest.mark.parametrize("path", [CHAT_PATH, COMPLETIONS_PATH])
+async def test_e_a_prefill_says_where_its_blocks_are_in_a_whole_answer_only(path: str, nulls: dict[str, Any]) -> None:
+    body = CHAT if path == CHAT_PATH else {"model": MODEL, "prompt": TEXT}
+    asked = body | {"max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False} | nulls}
+    async with talking("vllm", *_PREFILL) as (_, client):
+        told = (await answer(client, path, asked))["kv_transfer_params"]
+        stream = (await client.post(path, json=asked | {"stream": True})).text
+        plain = await answer(client, path, body)
+    assert told["do_remote_prefill"] and not told["do_remote_decode"] and told.keys() >= _RELAYED
+    assert "remote_block_ids" not in stream and "[DONE]" in stream
+    assert plain["kv_transfer_params"] is None
 
 
 # (c), (g) Prefill and decode of SGLang.

@@ -209,7 +209,7 @@ async def test_the_symptom_shows_with_the_fault_and_only_then(name: str, planted
 
 
 def test_every_fault_has_a_case() -> None:
-    proved_elsewhere = {name for name, entry in CATALOGUE.items() if entry.experiment}
+    proved_elsewhere = {name for name, entry in CATALOGUE.items() if entry.pair}  # tests.lab.test_planted_pairs
     assert set(CATALOGUE) - proved_elsewhere == {*CASES, "response-object-reuse"}
 
 
@@ -237,6 +237,24 @@ def test_unknown_faults_and_values_are_usage_errors() -> None:
     ):
         with pytest.raises(UsageError, match=text):
             parse_args(["m", "--fault", fault])
+
+
+@pytest.mark.parametrize("name", [name for name, entry in CATALOGUE.items() if entry.pair])
+def test_a_defect_of_a_pair_needs_a_server_of_one(name: str) -> None:
+    with pytest.raises(UsageError, match=f"--fault {name}: only a server of a .*-pd pair can have it: start it with --"):
+        parse_args(["m", "--fault", name])
+
+
+def test_a_server_of_the_other_kind_of_pair_will_not_do() -> None:
+    pd = ["--engine", "sglang", "--disaggregation-mode", "prefill"]
+    vllm = ["--kv-transfer-config", '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}']
+    with pytest.raises(UsageError, match="start it with --kv-transfer-config"):
+        parse_args(["m", *pd, "--fault", "ordered-reaper"])
+    with pytest.raises(UsageError, match="start it with --engine sglang --disaggregation-mode"):
+        parse_args(["m", *vllm, "--fault", "transfer-race"])
+    assert parse_args(["m", *vllm, "--fault", "ordered-reaper"]).config.faults == ("ordered-reaper",)
+    with pytest.raises(UsageError, match="--fault one-timeout:x: 'x' is not a duration"):
+        parse_args(["m", *vllm, "--fault", "one-timeout:x"])
 
 
 async def test_choices_end_together_when_one_of_them_fails() -> None:

@@ -47,7 +47,7 @@ def _cases(only: list[str]) -> "list[Case]":
     from windtunnel.faults.catalogue import CATALOGUE
     from windtunnel.lab.selftest import FURTHER, Case
 
-    cases = [Case(entry.name, entry.finding) for entry in CATALOGUE.values() if not entry.experiment]
+    cases = [Case(entry.name, entry.finding) for entry in CATALOGUE.values() if not entry.pair]
     cases += FURTHER
     names = [case.fault for case in cases]
     unknown = sorted(set(only) - set(names))

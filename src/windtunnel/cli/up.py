@@ -26,7 +26,7 @@ def up(
     prefills: Annotated[int, typer.Option(min=1, max=32, help="How many prefill servers")] = 1,
     decodes: Annotated[int, typer.Option(min=1, max=32, help="How many decode servers")] = 1,
     router: Annotated[
-        str | None, typer.Option(help="windtunnel (ours), sglang-router or vllm-router (the packages), or none")
+        str | None, typer.Option(help="windtunnel (ours), sglang-router, smg or vllm-router (the packages), or none")
     ] = None,
     args: Annotated[list[str] | None, typer.Option("--args", help="[ROLE, NAME or router:]FLAGS; may be repeated")] = None,
     liveness: Annotated[str, typer.Option(help="How often each /health is asked, as an orchestrator does; 0 is never")] = "10s",

@@ -19,7 +19,9 @@ class CatalogueEntry:
     option: str = ""
     """What may follow the name after a colon (`NAME:VALUE`), with its default; empty: nothing."""
     experiment: str = ""
-    """The built-in experiment that proves it, where one server is not enough; empty: `windtunnel selftest`."""
+    """The built-in experiment that proves it, where one server is not enough; empty: tests, and `windtunnel selftest`."""
+    pair: str = ""
+    """The kind of P/D pair (a preset of `windtunnel up`) whose servers can have it; empty: any server."""
 
 
 class UnknownFault(ValueError):
@@ -36,6 +38,8 @@ def find(text: str) -> "tuple[CatalogueEntry, str]":
         raise UnknownFault(f"{name!r} takes no value")
     return entry, value
 
+
+SGLANG_PD, VLLM_PD = "sglang-pd", "vllm-pd"
 
 _ENTRIES = (
     CatalogueEntry(
@@ -212,6 +216,7 @@ _ENTRIES = (
         finding="hidden_cleanup",
         option="gap, default 1s",
         experiment="pd-abort-storm",
+        pair=SGLANG_PD,
     ),
     CatalogueEntry(
         name="peer-lost-on-abort",
@@ -221,6 +226,7 @@ _ENTRIES = (
         models=("sglang #31800",),
         finding="hidden_cleanup",
         experiment="pd-abort-storm",
+        pair=SGLANG_PD,
     ),
     CatalogueEntry(
         name="persistent-pin",
@@ -230,6 +236,80 @@ _ENTRIES = (
         models=("sglang #31800", "sglang #37316"),
         finding="hidden_cleanup",
         experiment="pd-abort-storm",
+        pair=SGLANG_PD,
+    ),
+    CatalogueEntry(
+        name="load-into-freed-blocks",
+        module="load_into_freed_blocks",
+        summary="P/D decode: an abort frees a load's blocks at once, and the transfer writes into whoever has them by then",
+        seam="disagg_config",
+        models=("vLLM #32255",),
+        finding="corrupt_stream",
+        pair=VLLM_PD,
+    ),
+    CatalogueEntry(
+        name="load-end-forgotten",
+        module="load_end_forgotten",
+        summary="P/D decode: the end of an aborted request's load is not noticed, and its blocks stay for good",
+        seam="disagg_config",
+        models=("vLLM #32255", "vllm-ascend #16662"),
+        finding="kv_leak",
+        pair=VLLM_PD,
+    ),
+    CatalogueEntry(
+        name="late-load-kills-engine",
+        module="late_load_kills_engine",
+        summary="P/D decode: the end of an aborted request's load ends the engine",
+        seam="disagg_config",
+        models=("vLLM #43226", "vLLM #46240"),
+        finding="wedged",
+        pair=VLLM_PD,
+    ),
+    CatalogueEntry(
+        name="ordered-reaper",
+        module="ordered_reaper",
+        summary="P/D prefill: leases that have run out are not reaped behind an older one that is renewed",
+        seam="disagg_config",
+        models=("vLLM #58222",),
+        finding="kv_leak",
+        pair=VLLM_PD,
+    ),
+    CatalogueEntry(
+        name="one-timeout",
+        module="one_timeout",
+        summary="P/D prefill: blocks are held for one timeout that no heartbeat extends",
+        seam="disagg_config",
+        models=("vLLM #25897", "vLLM #41383"),
+        finding="lease_expired",
+        option="the timeout, default 120s",
+        pair=VLLM_PD,
+    ),
+    CatalogueEntry(
+        name="heartbeats-ignored",
+        module="heartbeats_ignored",
+        summary="P/D prefill: heartbeats come, and no lease is renewed by them",
+        seam="disagg_config",
+        models=("vLLM #53095",),
+        finding="lease_expired",
+        pair=VLLM_PD,
+    ),
+    CatalogueEntry(
+        name="notified-by-own-id",
+        module="notified_by_own_id",
+        summary="P/D decode: the prefill is told the decode's id of a request, which it does not know",
+        seam="disagg_config",
+        models=("vLLM #36958",),
+        finding="lease_expired",
+        pair=VLLM_PD,
+    ),
+    CatalogueEntry(
+        name="refusal-tells-nobody",
+        module="refusal_tells_nobody",
+        summary="P/D decode: a request that it refuses leaves the prefill to its lease",
+        seam="disagg_config",
+        models=("vLLM reference §9.10, entry 39",),
+        finding="lease_expired",
+        pair=VLLM_PD,
     ),
 )
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from statistics import median
+from types import MappingProxyType
 from typing import Any
 
 from windtunnel.core.units import MS, S
@@ -22,7 +23,8 @@ from windtunnel.lab.arms import Stopped, running
 from windtunnel.lab.connection import How
 from windtunnel.lab.experiment_file import Arm, Environment
 from windtunnel.lab.findings import Finding, find
-from windtunnel.lab.plan import METRICS_BYSTANDER, Api, Moment, Shape, StormPlan, Trigger
+from windtunnel.lab.plan import COMPLETION_BYSTANDER, METRICS_BYSTANDER, Api, BystanderKind, Moment, Shape, StormPlan, Trigger
+from windtunnel.lab.sampler import ScrapeError, scrape
 from windtunnel.lab.stats import clopper_pearson
 from windtunnel.lab.storm import run_storm
 from windtunnel.lab.target import Target, TargetError, find_context, find_model, make_target
@@ -86,6 +88,43 @@ BATTERY: tuple[tuple[str, StormPlan], ...] = (
 )
 
 
+_REFUSED = BystanderKind("too long", shape=Shape(max_tokens=4_000, stream=False), expect_status=400)
+_LONG = BystanderKind("long", shape=Shape(prompt_words=300, max_tokens=8, stream=False))
+_PAIR = replace(_QUICK, how=(How.FIN, How.RST), sample_every_ns=40 * MS, request_timeout_ns=6 * S)
+_LEAVING_EARLY = replace(
+    _PAIR,
+    hold=False,
+    when=Trigger(Moment.AFTER, 0, 400 * MS),
+    victim=Shape(prompt_words=200, max_tokens=200),
+    bystanders=0,
+    later=2,
+    quiet_before_later=False,
+)
+_LEAVING_DURING_A_READ = replace(
+    _PAIR,
+    victims=4,
+    when=Trigger(Moment.TRANSFER, 0),
+    victim=Shape(prompt_words=200, max_tokens=32),
+    bystanders=6,
+    bystander_kinds=(_LONG,),
+    bystander_concurrency=6,
+    later=2,
+)
+_REFUSALS = replace(
+    _PAIR, victims=0, bystanders=4, bystander_kinds=(COMPLETION_BYSTANDER, _REFUSED), later=0, quiet_deadline_ns=3 * S
+)
+PAIR_BATTERIES: Mapping[str, tuple[tuple[str, StormPlan], ...]] = MappingProxyType(
+    {
+        "vllm:nixl_num_kv_expired_reqs_total": (
+            ("leaving during a read", _LEAVING_DURING_A_READ),
+            ("refused", _REFUSALS),
+        ),
+        "sglang:num_prefill_inflight_queue_reqs": (("leaving early", _LEAVING_EARLY),),
+    }
+)
+"""In place of the battery, for a target whose metrics have this series: it is a P/D pair."""
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
     """One planted defect, the finding that it must raise, and the command of its twin."""
@@ -95,8 +134,8 @@ class Case:
     command: str = ""
     """With the defect; empty: the plain server with `--fault`."""
     clean: str = COMMAND
-    front: bool = False
-    """The server stands behind a proxy, which is what is asked."""
+    workers: int = 0
+    """So many servers stand behind a proxy, or a balancer, which is what is asked."""
 
     def arm(self, *, planted: bool) -> Arm:
         planted_command = self.command or f"{COMMAND} --fault {self.fault} {MORE_FLAGS.get(self.fault, '')}".strip()
@@ -106,9 +145,39 @@ class Case:
 MORE_FLAGS = {"engine-death": "--watchdog-interval 60s"}
 """The watchdog would end the server during the battery, or not, as the machine has time: then it is `unreachable`."""
 READY = "http://127.0.0.1:{port}/health"
+_UP = "{python} -m windtunnel up PRESET --port {port} --worker-port prefill={port2} --worker-port decode={port3} --liveness 0s"
+VLLM_PAIR = (
+    f"{_UP.replace('PRESET', 'vllm-pd')} --args '--time-scale 30 --num-gpu-blocks-override 130 --max-model-len 2048'"
+    " --args '--no-enable-prefix-caching --watchdog-interval 1h' --args 'decode:--transfer-latency 12s'"
+)
+"""A lease takes a second, a read 0.4 s, and whoever comes next gets the blocks of whoever has left."""
+SGLANG_PAIR = (
+    f"{_UP.replace('PRESET', 'sglang-pd')} --args '--time-scale 30 --sglang-profile 0.5.12'"
+    " --args 'prefill:--pacing step --step-base 4500ms --step-prefill-token 0s --step-decode-seq 0s --chunked-prefill-size 256'"
+    " --args 'prefill:--disaggregation-queue-size 128 --transfer-latency 0s --transfer-dead-peer 1000h'"
+    " --args 'decode:--itl 150ms --disaggregation-listen-sockets 96'"
+)
+"""A batch of the prefill takes 150 ms; a lost peer is not reported during the battery."""
 FURTHER = (
-    Case("proxy-keeps-upstream", "abort_not_propagated", f"{FRONT} --keep-upstream {WORKER}", f"{FRONT} {WORKER}", front=True),
+    Case("proxy-keeps-upstream", "abort_not_propagated", f"{FRONT} --keep-upstream {WORKER}", f"{FRONT} {WORKER}", workers=1),
     Case("shutdown-hangs", "drain_timeout", f"{COMMAND} --shutdown-outcome hang"),
+    *(
+        Case(fault, finding, f"{VLLM_PAIR} --args '{role}:--fault {fault}'", VLLM_PAIR, workers=2)
+        for fault, finding, role in (
+            ("load-into-freed-blocks", "corrupt_stream", "decode"),
+            ("load-end-forgotten", "kv_leak", "decode"),
+            ("late-load-kills-engine", "wedged", "decode"),
+            ("notified-by-own-id", "lease_expired", "decode"),
+            ("refusal-tells-nobody", "lease_expired", "decode"),
+        )
+    ),
+    Case(
+        "transfer-race",
+        "transfer_orphan",
+        f"{SGLANG_PAIR} --args 'prefill:--fault transfer-race:149999us peer-lost-on-abort'",
+        SGLANG_PAIR,
+        workers=2,
+    ),
 )
 """Defects that a flag or a process beside the server makes."""
 DRAIN = replace(_QUICK, victims=0, bystanders=0, later=1, drain=4, drain_deadline_ns=4 * S, request_timeout_ns=15 * S)
@@ -157,9 +226,9 @@ async def examine(
     """
     started = time.monotonic()
     seen: list[Seen] = []
-    storms = [*BATTERY, *([("drain", DRAIN)] if pid is not None else [])]
     try:
         target = make_target(url, await find_model(url, {}), metrics_urls=metrics_urls)
+        storms = [*await _battery(target), *([("drain", DRAIN)] if pid is not None else [])]
         for number, (name, plan) in enumerate(storms):
             plan = await fitted(target, replace(plan, seed=seed * 100 + number))
             result = await run_storm(target, plan, pid=pid if plan.drain else None)
@@ -170,6 +239,15 @@ async def examine(
     except TargetError as error:
         return tuple(seen), str(error)
     return tuple(seen), None
+
+
+async def _battery(target: Target) -> tuple[tuple[str, StormPlan], ...]:
+    """Raises TargetError."""
+    try:
+        names = {series.name for url in target.metrics for series in await scrape(target, url)}
+    except ScrapeError as error:
+        raise TargetError(str(error)) from error
+    return next((battery for series, battery in PAIR_BATTERIES.items() if series in names), BATTERY)
 
 
 async def fitted(target: Target, plan: StormPlan) -> StormPlan:
@@ -227,8 +305,8 @@ async def _one(case: Case, planted: bool, seed: int, scratch: Path, stop: asynci
     started = time.monotonic()
     try:
         async with running(case.arm(planted=planted), scratch / "server.log", time_scale=1.0, seed=seed, stop=stop) as server:
-            metrics = [f"http://127.0.0.1:{server.more_ports[0]}/metrics"] if case.front else []
-            pid = None if case.front else server.pid
+            metrics = [f"http://127.0.0.1:{port}/metrics" for port in server.more_ports[: case.workers]]
+            pid = None if case.workers else server.pid
             seen, unusable = await examine(server.url, seed, metrics_urls=metrics, pid=pid)
     except Environment as error:
         seen, unusable = (), str(error)
@@ -256,7 +334,7 @@ def selftest_document(runs: Iterable[Run]) -> dict[str, Any]:
         "clean_runs": len(clean),
         "by_fault": faults,
         "false_alarms": [_alarm_document(run) for run in alarms[:REPORT_LIMIT]],
-        "battery": [name for name, _ in BATTERY],
+        "battery": [name for battery in (BATTERY, *PAIR_BATTERIES.values()) for name, _ in battery],
         "goal_met": not alarms and all(one["named_right"] >= GOAL_RATE * one["runs"] for one in faults.values()),
     }
 

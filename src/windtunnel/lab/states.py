@@ -1,7 +1,8 @@
 """When a request is in a state that only its target knows.
 
 Where the target has `/debug/requests` (a simulated server does) the state of this very request is read there, found by the
-`X-Request-Id` that the storm sends. Elsewhere it is inferred from the gauges: somebody is in that state, and this request
+`X-Request-Id` that the storm sends. A prefill of vLLM has finished its request between the legs: what it holds for a decode
+is read in `/debug/disaggregation`. Elsewhere it is inferred from the gauges: somebody is in that state, and this request
 has not seen a word yet. Records say which (`queued`, or `queued (inferred)`).
 """
 
@@ -21,14 +22,16 @@ POLL_NS = 4 * MS
 PATIENCE_NS = 2_000 * MS
 """A state that has not come after so long is not waited for."""
 DEBUG_PATH = "/debug/requests"
+HOLDS_PATH = "/debug/disaggregation"
+_HELD = "held"
 
 _SEEN: Mapping[Moment, frozenset[str]] = {
     Moment.QUEUED: frozenset({"queued", "deferred"}),
     Moment.PREFILL: frozenset({"prefill"}),
     Moment.TRANSFER: frozenset({"transferring"}),
-    Moment.BETWEEN: frozenset({"inflight", "prealloc"}),
+    Moment.BETWEEN: frozenset({"inflight", "prealloc", _HELD}),
 }
-"""Moment → states of the lifecycle table."""
+"""Moment → states of the lifecycle table, and of a request that is over."""
 
 _TRANSFERS = ("num_prefill_inflight_queue_reqs", "num_decode_transfer_queue_reqs")
 
@@ -100,6 +103,9 @@ class States:
             for origin in self._origins:
                 for request in await _live(origin) or ():
                     self._notice(str(request.get("external_id") or request.get("request_id")), str(request.get("state")))
+                if any(moment is Moment.BETWEEN for moment, _ in self._waiting.values()):
+                    for request_id in await _held(origin):
+                        self._notice(request_id, _HELD)
             await asyncio.sleep(POLL_NS / 1e9)
 
     def _notice(self, request_id: str, state: str) -> None:
@@ -115,11 +121,24 @@ class States:
 
 async def _live(origin: Origin) -> list[dict[str, Any]] | None:
     """The live requests that `/debug/requests` shows; None where there is no such page."""
+    told = await _page(origin, DEBUG_PATH)
+    live = told.get("live") if isinstance(told, dict) else None
+    return live if isinstance(live, list) else None
+
+
+async def _held(origin: Origin) -> list[str]:
+    """Ids of finished requests whose blocks are kept for a decode (vLLM)."""
+    told = await _page(origin, HOLDS_PATH)
+    parts = [part.get("holds") for part in told if isinstance(part, dict)] if isinstance(told, list) else []
+    return [str(hold.get("request_id")) for holds in parts for hold in holds or () if isinstance(hold, dict)]
+
+
+async def _page(origin: Origin, path: str) -> Any:
+    """Its JSON; None where there is no such page."""
     root = Origin(origin.scheme, origin.host, origin.port)
     try:
         async with asyncio.timeout(2):
-            answer = await fetch(root, "GET", DEBUG_PATH, {})
-        live = json.loads(answer.body)["live"] if answer.status == 200 else None
-        return live if isinstance(live, list) else None
-    except (OSError, ConnectionCut, MalformedResponse, TimeoutError, ValueError, LookupError, TypeError):
+            answer = await fetch(root, "GET", path, {})
+        return json.loads(answer.body) if answer.status == 200 else None
+    except (OSError, ConnectionCut, MalformedResponse, TimeoutError, ValueError):
         return None

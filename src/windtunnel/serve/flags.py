@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from types import MappingProxyType
 from typing import Any
 
 from windtunnel.core.physics import GPUS, MODELS
@@ -19,7 +20,7 @@ from windtunnel.serve.config_file import read_config_file
 from windtunnel.serve.failures import FAILURES
 from windtunnel.serve.foreign_flags import FOREIGN_FLAGS, SHORT_FLAGS
 from windtunnel.serve.kv_config import check_kv_events, parse_endpoint, parse_kv_events
-from windtunnel.serve.seams import resolve
+from windtunnel.serve.seams import pair_of, resolve
 from windtunnel.serve.transfer import parse_fates
 from windtunnel.serve.vllm_pd.settings import EXAMPLE, MEMBERS, read_json
 from windtunnel.wire.kv_events import FORMATS, HASH_FORMS
@@ -566,7 +567,7 @@ def check(config: ServeConfig) -> ServeConfig:
     else:
         _check_vllm(config)
     for name in config.faults:
-        _check_fault(name)
+        _check_fault(config, name)
     try:
         check_kv_events(config.kv_events, config.data_parallel_size)
     except ValueError as error:
@@ -630,11 +631,24 @@ def _check_kv_transfer(config: ServeConfig) -> None:
 _PORTS = 65536
 
 
-def _check_fault(text: str) -> None:
+_PAIRS: Mapping[str, tuple[str, Callable[[ServeConfig], bool]]] = MappingProxyType(
+    {
+        "sglang-pd": ("--engine sglang --disaggregation-mode prefill|decode", lambda config: config.disagg.on),
+        "vllm-pd": ("--kv-transfer-config", lambda config: config.engine == "vllm" and config.kv_transfer.on),
+    }
+)
+"""Kind of P/D pair → the flags that make a server one of its sides, and whether this one is."""
+
+
+def _check_fault(config: ServeConfig, text: str) -> None:
     try:
         resolve(text)
     except ValueError as error:
         raise UsageError(f"--fault {error}") from None
+    if pair := pair_of(text):
+        flags, belongs = _PAIRS[pair]
+        if not belongs(config):
+            raise UsageError(f"--fault {text}: only a server of a {pair} pair can have it: start it with {flags}")
 
 
 def apply_values(config: ServeConfig, values: Mapping[str, Any]) -> ServeConfig:

@@ -105,6 +105,11 @@ def resolve(text: str) -> Fault:
     return fault
 
 
+def pair_of(text: str) -> str:
+    """The kind of P/D pair whose servers can have the defect that `NAME` or `NAME:VALUE` means; empty: any server."""
+    return find(text)[0].pair
+
+
 def load(names: Sequence[str]) -> Seams:
     """The seams with these faults attached. Raises ValueError as `resolve` does."""
     seams = Seams()

@@ -1,10 +1,9 @@
-"""`up vllm-pd`: prefill, decode and balancer as processes of one command, either side killed, and the real router in front."""
+"""`up vllm-pd`: prefill, decode and balancer as processes of one command, and either side killed."""
 
 import asyncio
 import contextlib
 import json
 import os
-import shutil
 import signal
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -15,11 +14,10 @@ import pytest
 from tests.serve.sglang.test_pd_processes import PATIENCE_S, PROMPT, Running
 
 from windtunnel.serve.nixl import library
-from windtunnel.serve.up.plan import preset, with_args
-from windtunnel.serve.up.processes import Fleet
+from windtunnel.serve.up.plan import Ports, UpError, preset, with_args
+from windtunnel.serve.up.processes import Fleet, router_command
 
 BODY = {"model": "windtunnel", "prompt": PROMPT, "max_tokens": 12}
-ROUTERS = os.environ.get("WINDTUNNEL_ROUTERS", "")
 
 
 @contextlib.asynccontextmanager
@@ -125,26 +123,9 @@ async def test_push_by_the_same_command() -> None:
     assert answer["choices"] == (await _single("/v1/completions", BODY))["choices"]
 
 
-async def test_the_real_vllm_router_in_front(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`vllm-router --vllm-pd-disaggregation --kv-connector nixl`, unchanged: the text is the single server's."""
-    monkeypatch.setenv("PATH", f"{ROUTERS}{os.pathsep}{os.environ['PATH']}")
-    if shutil.which("vllm-router") is None:
-        pytest.skip("vllm-router is not installed: pip install vllm-router, and name its folder in WINDTUNNEL_ROUTERS")
-    chat = {"model": "windtunnel", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 12}
-    path = "/v1/chat/completions"
-    async with running(router="vllm-router") as pd:
-        whole = (await pd.client.post(pd.up.url + path, json=chat)).json()
-        stream = (await pd.client.post(pd.up.url + path, json={**chat, "stream": True})).text
-        await pd.until_empty()
-        metrics = (await pd.client.get(f"{pd.up.servers['decode']}/metrics")).text
-        assert await _counters(pd, "prefill") == await _counters(pd, "decode") == {}
-    text = (await _single(path, chat))["choices"][0]["message"]["content"]
-    assert whole["choices"][0]["message"]["content"] == text
-    events = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {")]
-    deltas = [choice["delta"].get("content") or "" for event in events for choice in event["choices"]]
-    assert "".join(deltas) == text and stream.rstrip().endswith("data: [DONE]")
-    (reads,) = [line for line in metrics.splitlines() if line.startswith("vllm:nixl_xfer_time_seconds_count{")]
-    assert float(reads.split()[-1]) >= 1
+def test_a_pair_that_a_router_does_not_know_is_refused() -> None:
+    with pytest.raises(UpError, match="sglang-router does not pair vllm workers; windtunnel, smg, vllm-router do"):
+        router_command(replace(preset("vllm-pd"), router="sglang-router"), {}, Ports({}), 1)
 
 
 # Real bytes

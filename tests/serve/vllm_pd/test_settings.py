@@ -28,6 +28,7 @@ def _core(config: ServeConfig, rank: int | None = None, time_scale: float = 1.0)
         block_size=16,
         kv_bytes_per_token=1000,
         time_scale=time_scale,
+        change=lambda config: config,
     )
 
 

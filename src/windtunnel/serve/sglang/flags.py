@@ -137,8 +137,6 @@ def check_sglang(config: ServeConfig) -> None:
     for name in config.faults:
         if name.partition(":")[0] in _VLLM_FAULTS:
             raise UsageError(f"--fault {name}: this defect is in vLLM's block pool; it needs --engine vllm")
-    if config.disagg.on and config.data_parallel_size > 1:
-        raise UsageError("--dp-size: a P/D worker is one data-parallel rank here; start several with `windtunnel up`")
     if config.disagg.mode == "prefill" and config.disagg.transfer_backend == "fake":
         raise UsageError("--disaggregation-transfer-backend fake is a decode's: a prefill has nobody to send to")
     if config.disagg.on and config.disagg.transfer_backend == "nixl" and not library.installed():

@@ -50,17 +50,22 @@ class Disaggregation:
         *,
         host: str = "127.0.0.1",
         tp_size: int = 1,
+        dp: tuple[int, int] = (0, 1),
         time_scale: float = 1.0,
         seed: int = 0,
         change_config: Plain = _as_it_is,
         change_backend: Plain = _as_it_is,
     ) -> None:
-        """`change_config` and `change_backend` are the seams for planted defects. Raises ValueError for bad settings."""
+        """`dp`: this rank's number, and how many there are. Raises ValueError for bad settings.
+
+        `change_config` and `change_backend` are the seams for planted defects.
+        """
         self.settings = settings
         self.host = host
         self.time_scale = time_scale
         self.sockets = RankSockets(host, tp_size, settings.listen_sockets if settings.mode == "decode" else 1)
-        self.disagg: DisaggConfig = change_config(core_config(settings, self.sockets.endpoints, 0, time_scale))
+        self.disagg: DisaggConfig = change_config(core_config(settings, self.sockets.endpoints, dp[0], time_scale))
+        self._dp = dp
         self._page_size = engine.page_size
         self._fates = Random(seed)
         self.kv_agents = self._make_agents(engine, tp_size) if settings.transfer_backend == "nixl" else []
@@ -105,15 +110,18 @@ class Disaggregation:
             self.transport = DecodeTransport(self.worker, self.sockets, config, driver.wake, self.kv_agents)
         self._driver = driver
 
-    async def start(self, http_port: int | None = None) -> None:
-        """Listen; a prefill starts its bootstrap server and registers its ranks. Raises NoAnswer, OSError."""
+    @property
+    def bootstrap_url(self) -> str | None:
+        """Of the bootstrap server that runs here."""
+        return f"http://{self.host}:{self.bootstrap_port}" if self.bootstrap is not None else None
+
+    async def start(self, http_port: int | None = None, bootstrap_url: str | None = None) -> None:
+        """Listen; a prefill registers with that bootstrap server, or starts it if there is none. Raises NoAnswer, OSError."""
         await self.transport.start()
         self._driver.after_turn = self.transport.pump
         if isinstance(self.transport, PrefillTransport):
-            await self._serve_bootstrap()
-            url = f"http://{self.host}:{self.bootstrap_port}"
+            url = bootstrap_url or await self._serve_bootstrap()
             await self.transport.register(url, self._registrations(http_port))
-            log.info("bootstrap server: %s", url)
         self._driver.wake()
 
     async def close(self) -> None:
@@ -125,7 +133,7 @@ class Disaggregation:
             self._server.should_exit = self._server.force_exit = True
             await self._serving
 
-    async def _serve_bootstrap(self) -> None:
+    async def _serve_bootstrap(self) -> str:
         self.bootstrap = Bootstrap(round(self.settings.entry_cleanup_ns / self.time_scale))
         self._server = _Quiet(
             uvicorn.Config(
@@ -145,13 +153,19 @@ class Disaggregation:
                 raise OSError(f"the bootstrap port {self.settings.bootstrap_port} cannot be opened on {self.host}")
             await asyncio.sleep(0.005)
         self.bootstrap_port = self._server.servers[0].sockets[0].getsockname()[1]
+        url = f"http://{self.host}:{self.bootstrap_port}"
+        log.info("bootstrap server: %s", url)
+        return url
 
     def _registrations(self, http_port: int | None) -> list[RouteRegistration]:
         size = len(self.sockets.endpoints)
+        dp_rank, dp_size = self._dp
         return [
             RouteRegistration(
                 attn_tp_size=size,
                 attn_tp_rank=rank,
+                attn_dp_size=dp_size,
+                attn_dp_rank=dp_rank,
                 rank_ip=self.host,
                 rank_port=int(endpoint.rpartition(":")[2]),
                 page_size=self._page_size,

@@ -9,10 +9,11 @@ from typing import Any, Literal
 
 FILE_LIMIT_BYTES = 1024 * 1024
 SERVERS_LIMIT = 64
-RouterKind = Literal["windtunnel", "sglang-router", "vllm-router", "none"]
-ROUTERS: tuple[RouterKind, ...] = ("windtunnel", "sglang-router", "vllm-router", "none")
+RouterKind = Literal["windtunnel", "sglang-router", "smg", "vllm-router", "none"]
+ROUTERS: tuple[RouterKind, ...] = ("windtunnel", "sglang-router", "smg", "vllm-router", "none")
 Pairing = Literal["sglang", "vllm"]
 PAIRINGS: tuple[Pairing, ...] = ("sglang", "vllm")
+Role = Literal["worker", "prefill", "decode"]
 PRESETS = ("vllm", "sglang", "sglang-pd", "vllm-pd")
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 _PLACE = re.compile(r"\{(?:([A-Za-z][A-Za-z0-9_-]*)\.)?(port|bootstrap_port)\}")
@@ -28,7 +29,7 @@ class ServerPlan:
 
     name: str
     args: tuple[str, ...]
-    role: Literal["worker", "prefill", "decode"] = "worker"
+    role: Role = "worker"
     port: int = 0
     """0: a free one."""
     bootstrap_port: int = 0

@@ -9,10 +9,12 @@ import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import httpx
 
-from windtunnel.serve.up.plan import Ports, ServerPlan, UpError, UpPlan
+from windtunnel.serve.up.plan import Pairing, Ports, UpError, UpPlan
+from windtunnel.serve.up.routers import PROGRAMS, Worker, registration
 
 log = logging.getLogger("windtunnel.up")
 
@@ -72,10 +74,20 @@ class Fleet:
             return Up(next(iter(urls.values())), urls, ports)
         port = plan.router_port or free_ports(1)[0]
         await self._run("router", [*router_command(plan, urls, ports, port), *plan.router_args])
-        await self._ready("router", f"http://{HOST}:{port}/health")
-        if plan.router in ("sglang-router", "vllm-router"):
-            await self._ready("router", f"http://{HOST}:{port}/v1/models")
+        await self._joined(f"http://{HOST}:{port}", _workers(plan, urls, ports))
         return Up(f"http://{HOST}:{port}", urls, ports)
+
+    async def _joined(self, url: str, workers: Sequence[Worker]) -> None:
+        """Until the router has its workers; those that it does not take from its command line are told to it here."""
+        if self.plan.router == "windtunnel" or not registers(self.plan):
+            await self._ready("router", f"{url}/health")
+        else:
+            await self._ready("router", f"{url}/liveness")
+            for worker in workers:
+                await self._client.post(f"{url}/workers", json=registration(worker))
+            await self._ready("router", f"{url}/workers", partial(_all_healthy, len(workers)))
+        if self.plan.router != "windtunnel":
+            await self._ready("router", f"{url}/v1/models")
 
     async def _run(self, name: str, words: Sequence[str]) -> None:
         log.info("%s: %s", name, " ".join(words))
@@ -86,20 +98,22 @@ class Fleet:
         except OSError as error:
             raise UpError(f"{name}: cannot start {words[0]}: {error}") from error
 
-    async def _ready(self, name: str, url: str) -> None:
+    async def _ready(self, name: str, url: str, told: Callable[[httpx.Response], bool] = lambda answer: True) -> None:
+        """Until it answers 200 and what is `told` holds. Raises UpError."""
         process = self._processes[name]
         try:
             async with asyncio.timeout(READY_TIMEOUT_S):
-                while not await self._answers(url):
+                while not await self._answers(url, told):
                     if process.returncode is not None:
                         raise UpError(f"{name} exited with {process.returncode} before it was ready")
                     await asyncio.sleep(READY_POLL_S)
         except TimeoutError:
-            raise UpError(f"{name}: {url} did not answer 200 within {READY_TIMEOUT_S:g} s") from None
+            raise UpError(f"{name}: {url} was not ready within {READY_TIMEOUT_S:g} s") from None
 
-    async def _answers(self, url: str) -> bool:
+    async def _answers(self, url: str, told: Callable[[httpx.Response], bool] = lambda answer: True) -> bool:
         try:
-            return (await self._client.get(url)).status_code == 200
+            answer = await self._client.get(url)
+            return answer.status_code == 200 and told(answer)
         except httpx.HTTPError:
             return False
 
@@ -150,11 +164,19 @@ def router_command(plan: UpPlan, urls: Mapping[str, str], ports: Ports, port: in
     """The router's command line: ours, or a package's on PATH (reference clients §2). Raises UpError."""
     if plan.router == "windtunnel":
         head = [sys.executable, "-m", "windtunnel", "router"]
+        pair = _OWN_PAIRS[plan.pairing]
     else:
+        program = PROGRAMS[plan.router]
+        if plan.pd and plan.pairing not in program.pairs:
+            able = ", ".join(name for name, one in PROGRAMS.items() if plan.pairing in one.pairs)
+            raise UpError(f"router: {plan.router} does not pair {plan.pairing} workers; windtunnel, {able} do")
         metrics = str(free_ports(1)[0])
-        words = {"sglang-router": ["launch"], "vllm-router": []}[plan.router]
-        head = [_found(plan.router), *words, "--prometheus-host", HOST, "--prometheus-port", metrics]
-    return [*head, "--host", HOST, "--port", str(port), *_targets(plan, urls, ports)]
+        head = [_found(plan.router), *program.launch, "--prometheus-host", HOST, "--prometheus-port", metrics]
+        pair = program.pairs.get(plan.pairing, ())
+    return [*head, "--host", HOST, "--port", str(port), *_targets(plan, pair, _workers(plan, urls, ports))]
+
+
+_OWN_PAIRS: Mapping[Pairing, tuple[str, ...]] = {"sglang": ("--pd-disaggregation",), "vllm": ("--vllm-pd-disaggregation",)}
 
 
 def _found(router: str) -> str:
@@ -164,17 +186,26 @@ def _found(router: str) -> str:
     return found
 
 
-def _targets(plan: UpPlan, urls: Mapping[str, str], ports: Ports) -> list[str]:
-    def of(role: str) -> list[ServerPlan]:
-        return [server for server in plan.servers if server.role == role]
+def _workers(plan: UpPlan, urls: Mapping[str, str], ports: Ports) -> list[Worker]:
+    bootstrap = ports.bootstrap if plan.pairing == "sglang" else {}
+    return [Worker(urls[server.name], server.role, bootstrap.get(server.name)) for server in plan.servers]
 
+
+def _all_healthy(count: int, answer: httpx.Response) -> bool:
+    """smg's `GET /workers`."""
+    return sum(bool(worker["is_healthy"]) for worker in answer.json()["workers"]) == count
+
+
+def registers(plan: UpPlan) -> bool:
+    """The router's command line names no workers."""
+    return plan.pd and plan.router in PROGRAMS and plan.pairing in PROGRAMS[plan.router].registers
+
+
+def _targets(plan: UpPlan, pair: Sequence[str], workers: Sequence[Worker]) -> list[str]:
     if not plan.pd:
-        return ["--worker-urls", *urls.values()]
-    sglang = plan.pairing == "sglang"
-    words = ["--pd-disaggregation"] if sglang else ["--vllm-pd-disaggregation"]
-    words += ["--kv-connector", "nixl"] if plan.router == "vllm-router" else []
-    for server in of("prefill"):
-        words += ["--prefill", urls[server.name], *([str(ports.bootstrap[server.name])] if sglang else [])]
-    for server in of("decode"):
-        words += ["--decode", urls[server.name]]
+        return ["--worker-urls", *(worker.url for worker in workers)]
+    words = list(pair)
+    for role in () if registers(plan) else ("prefill", "decode"):
+        for worker in (worker for worker in workers if worker.role == role):
+            words += [f"--{role}", worker.url, *([] if worker.bootstrap_port is None else [str(worker.bootstrap_port)])]
     return words

@@ -14,6 +14,7 @@ from windtunnel.serve.clock import now_ns
 from windtunnel.serve.config import ServeConfig, UsageError
 from windtunnel.serve.driver import EngineDriver
 from windtunnel.serve.operations.endpoint import Call, Reply, Row, Simple, get, json_reply
+from windtunnel.serve.seams import Seams
 from windtunnel.serve.sglang.sockets import RankSockets
 from windtunnel.serve.state import Server
 from windtunnel.serve.transfer import sim_backend
@@ -34,7 +35,9 @@ _HOLDS_SHOWN = 1000
 class Connection:
     """One rank's engine and what connects it. Owned by its flavour; `attach`, `start`, and `close` in the end."""
 
-    def __init__(self, told: ServeConfig, engine: VllmEngineConfig, pacing: Pacing, chance: random.Random, rank: int) -> None:
+    def __init__(
+        self, told: ServeConfig, engine: VllmEngineConfig, pacing: Pacing, chance: random.Random, rank: int, seams: Seams
+    ) -> None:
         """Binds the sockets. Raises ValueError, OSError."""
         settings = told.kv_transfer
         host = numeric(settings.side_channel_host)
@@ -50,6 +53,7 @@ class Connection:
             block_size=engine.block_size,
             kv_bytes_per_token=round(MODELS[told.pacing.gpu_model].kv_bytes_per_token),
             time_scale=told.pacing.time_scale,
+            change=seams.disagg_config,
         )
         self.engine = ConnectorEngine(engine, pacing, config)
         self._memory: NixlMemory | None = None
@@ -126,14 +130,15 @@ class Connection:
 class KvTransferFlavour(VllmFlavour):
     """One server with a KV connector. Owns its connections."""
 
-    def __init__(self, config: ServeConfig) -> None:
+    def __init__(self, config: ServeConfig, seams: Seams) -> None:
         self._config = config
+        self._seams = seams
         self._connections: list[Connection] = []
 
     def engine(self, config: VllmEngineConfig, pacing: Pacing, chance: random.Random) -> ConnectorEngine:
         """Binds the rank's sockets. Raises UsageError."""
         try:
-            one = Connection(self._config, config, pacing, chance, len(self._connections))
+            one = Connection(self._config, config, pacing, chance, len(self._connections), self._seams)
         except (ValueError, OSError, MemoryError) as error:
             raise UsageError(f"--kv-transfer-config: {error}") from error
         if ignored := self._config.kv_transfer.parsed("-").ignored:

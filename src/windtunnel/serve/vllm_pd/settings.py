@@ -2,7 +2,7 @@
 
 import json
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -78,8 +78,10 @@ def core_config(
     block_size: int,
     kv_bytes_per_token: int,
     time_scale: float,
+    change: Callable[[KvTransferConfig], KvTransferConfig],
 ) -> KvTransferConfig:
     """What one rank's engine gets. `rank` is None where there is one only, and `port` what its side channel listens on.
+    `change` is the seam for planted defects, before times are scaled.
 
     Raises ValueError.
     """
@@ -99,4 +101,4 @@ def core_config(
         ),
         kv_bytes_per_token=kv_bytes_per_token,
     )
-    return config.scaled(time_scale)
+    return change(config).scaled(time_scale)

@@ -48,6 +48,14 @@ class KvTransferConfig:
     """As vllm-ascend #16662: the end of an aborted request's transfer is not noticed, and its blocks stay for good."""
     ordered_reaper: bool = False
     """vLLM #58222: leases are looked at from the oldest on, up to the first that has not run out."""
+    die_of_late_load: bool = False
+    """vLLM #43226, #46240: the end of an aborted request's transfer finds no request, and an assertion ends the engine."""
+    ignore_heartbeats: bool = False
+    """As vLLM #53095: heartbeats come and no lease is renewed by them."""
+    notify_own_id: bool = False
+    """vLLM #36958: the prefill is told the decode's id of the request, which it does not know."""
+    refusals_tell_nobody: bool = False
+    """A request that the front end refuses leaves its prefill to the lease, whatever API it came by."""
     compatibility_hash: str = ""
     """`compatibility_hash(...)`."""
     tp_size: int = 1

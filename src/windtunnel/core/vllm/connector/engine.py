@@ -9,7 +9,7 @@ from windtunnel.core.pacing import Pacing
 from windtunnel.core.vllm.completion import Completion
 from windtunnel.core.vllm.config import VllmEngineConfig
 from windtunnel.core.vllm.connector.config import KvTransferConfig
-from windtunnel.core.vllm.connector.loads import LOAD_FAILED, Freed, Loaded, LoadFailed, Outcome, Overwrote
+from windtunnel.core.vllm.connector.loads import LOAD_FAILED, Fatal, Freed, Loaded, LoadFailed, Outcome, Overwrote
 from windtunnel.core.vllm.connector.nixl import NixlConnector
 from windtunnel.core.vllm.connector.scheduler import ConnectorCompletion, ConnectorScheduler
 from windtunnel.core.vllm.connector.seam import Arrived, Ask, Handshake, Report
@@ -120,8 +120,8 @@ class ConnectorEngine(VllmEngine):
                 self._unread.append(report)
             return
         self._wake(now_ns)
-        self._apply(self.connector.receive(report, now_ns), now_ns)
         self._publish_due = True
+        self._apply(self.connector.receive(report, now_ns), now_ns)
 
     def release_remote(self, kv_transfer: object, now_ns: int) -> bool:
         self._wake(now_ns)
@@ -156,6 +156,8 @@ class ConnectorEngine(VllmEngine):
                 self._scheduler.pool.free(outcome.blocks)
             elif isinstance(outcome, Overwrote):
                 self._scheduler.contaminate(outcome.blocks)
+            elif isinstance(outcome, Fatal):
+                self.kill(now_ns)
             elif isinstance(outcome, Loaded) or self.connector.config.load_failure_policy == "recompute":
                 self._scheduler.end_load(outcome, now_ns)
             else:

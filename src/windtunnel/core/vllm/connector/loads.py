@@ -79,4 +79,10 @@ class Overwrote(NamedTuple):
     blocks: Sequence[int]
 
 
-Outcome = Loaded | LoadFailed | Freed | Overwrote
+class Fatal(NamedTuple):
+    """An assertion has failed: the engine dies."""
+
+    owner: str
+
+
+Outcome = Loaded | LoadFailed | Freed | Overwrote | Fatal

@@ -24,7 +24,7 @@ from windtunnel.core.units import S
 from windtunnel.core.vllm.connector import params as told
 from windtunnel.core.vllm.connector.config import KvTransferConfig
 from windtunnel.core.vllm.connector.holds import Hold, HoldBook
-from windtunnel.core.vllm.connector.loads import Freed, Load, Loaded, LoadFailed, Outcome, Overwrote
+from windtunnel.core.vllm.connector.loads import Fatal, Freed, Load, Loaded, LoadFailed, Outcome, Overwrote
 from windtunnel.core.vllm.connector.params import Remote
 from windtunnel.core.vllm.connector.peers import Heart, PeerBook
 from windtunnel.core.vllm.connector.seam import (
@@ -122,7 +122,7 @@ class NixlConnector:
         remote = self._wanted.pop(request_id)
         self._heart.stop(request_id)
         if not self.config.pushes:
-            self._tell_consumed(remote)
+            self._tell_consumed(remote, request_id)
 
     def load(self, request: EngineRequest, blocks: Sequence[int], first: int, tokens: int, now_ns: int) -> Load:
         """Blocks are allocated: fetch what stands in them from place `first` on, up to `tokens` tokens."""
@@ -185,15 +185,15 @@ class NixlConnector:
         self._heart.stop(request_id)
         remote = self._wanted.pop(request_id, None)
         if remote is not None and not self.config.pushes:
-            self._tell_consumed(remote)
+            self._tell_consumed(remote, request_id)
 
     def release_remote(self, kv_transfer: object) -> bool:
         """See `KvEngine.release_remote`."""
         params = kv_transfer if isinstance(kv_transfer, Mapping) else None
         remote = told.remote_of(params)
-        if remote is None or not told.asks_prefill(params) or self.config.pushes:
+        if remote is None or not told.asks_prefill(params) or self.config.pushes or self.config.refusals_tell_nobody:
             return False
-        self._tell_consumed(remote)
+        self._tell_consumed(remote, remote.request_id)
         return True
 
     # What comes in
@@ -236,7 +236,7 @@ class NixlConnector:
         if load is None:
             return []
         self._observe(load.size_bytes, len(load.moving), now_ns - (load.asked_ns or 0))
-        self._tell_consumed(load.remote)
+        self._tell_consumed(load.remote, load.request_id)
         return self._arrived_load(load, report.foreign)
 
     def _arrived_load(self, load: Load, foreign: Sequence[int]) -> list[Outcome]:
@@ -257,6 +257,8 @@ class NixlConnector:
             generations = self._pool.generations
             hit = [block for block, at in zip(load.moving, load.freed, strict=True) if generations[block] != at]
             return [Overwrote(hit)] if hit and landed else []
+        if self.config.die_of_late_load:
+            return [Freed(load.request_id, load.blocks), Fatal(load.request_id)]
         if self.config.forget_on_abort:
             self.loads[load.number] = load
             return []
@@ -303,7 +305,8 @@ class NixlConnector:
             case Consumed(request_id, consumers):
                 return self._consumed(request_id, consumers)
             case Heartbeat(request_ids):
-                self.holds.extend(request_ids, now_ns + self.config.extension_ns)
+                if not self.config.ignore_heartbeats:
+                    self.holds.extend(request_ids, now_ns + self.config.extension_ns)
             case Registration() as registration:
                 self._register(registration, now_ns)
             case Pushed(request_id):
@@ -409,11 +412,12 @@ class NixlConnector:
         taken, self._peers.outgoing = self._peers.outgoing, []
         return taken
 
-    def _tell_consumed(self, remote: Remote) -> None:
+    def _tell_consumed(self, remote: Remote, own_id: str) -> None:
         """One word for each of our ranks that reads from the same rank over there."""
+        request_id = own_id if self.config.notify_own_id else remote.request_id
         consumers = max(1, self.config.tp_size // remote.peer.tp_size)
         for _ in range(consumers):
-            self._say(remote.peer, Consumed(remote.request_id, consumers))
+            self._say(remote.peer, Consumed(request_id, consumers))
 
     def _say(self, peer: Peer, notification: Notification) -> None:
         if not self._peers.ask(peer, Notify(peer, notification)):

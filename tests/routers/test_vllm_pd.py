@@ -1,0 +1,65 @@
+"""vLLM's prefill/decode behind real routers: what is read, what is held, and who is told when a client leaves."""
+
+import pytest
+from tests.compat import peers
+from tests.compat.all import PEERS
+from tests.compat.cases import LONG, WORKS, plain
+from tests.compat.modes import Mode, Peer
+from tests.compat.shapes import CHAT, COMPLETIONS, OF, PROMPT
+from tests.compat.site import Site, site
+from tests.serve.live import RawClient, request_bytes
+from tests.serve.vllm_pd.pair import at_rest, counters, holds
+
+MODES = [(peer, mode) for peer in PEERS for mode in peer.modes if mode.pd and mode.engine == "vllm" and not mode.not_run]
+every_mode = pytest.mark.parametrize(("peer", "mode"), MODES, ids=[f"{peer.name}: {mode.name}" for peer, mode in MODES])
+_MANY_BLOCKS = PROMPT + " and on" * 200
+
+
+def test_there_are_modes() -> None:
+    assert {peer.name for peer, _ in MODES} == {"smg", "vllm-router"} and len(MODES) == 3
+
+
+async def _nothing_held(made: Site) -> None:
+    """Both at rest, and no lease was needed for it."""
+    assert await made.until(lambda: all(at_rest(worker.live) for worker in made.workers))
+    for worker in made.workers:
+        worker.live.server.engine.check_integrity()
+        assert counters(worker.live) == {}, worker.role
+
+
+@every_mode
+async def test_the_text_is_a_single_servers_and_the_decode_has_read_it(peer: Peer, mode: Mode) -> None:
+    async with site(mode, peers.program(peer.program)) as made:
+        decode = made.workers[1].live
+        for path in (CHAT, COMPLETIONS):
+            for stream in (False, True):
+                assert await plain(made, OF[path], stream=stream) == WORKS, (path, stream)
+        before = decode.gauge("vllm:external_prefix_cache_hits_total")
+        assert (await made.post(COMPLETIONS, OF[COMPLETIONS].body | {"prompt": _MANY_BLOCKS})).status_code == 200
+        assert decode.gauge("vllm:external_prefix_cache_hits_total") > before, "the decode computed it itself"
+        await _nothing_held(made)
+
+
+@every_mode
+@pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
+async def test_a_client_that_leaves_frees_both(peer: Peer, mode: Mode, stream: bool) -> None:
+    async with site(mode, peers.program(peer.program)) as made:
+        client = await RawClient.connect(made.port)
+        client.send(request_bytes(COMPLETIONS, OF[COMPLETIONS].body | LONG | {"prompt": _MANY_BLOCKS, "stream": stream}))
+        assert await made.until(lambda: "decode" in made.workers[1].live.states())
+        client.leave("rst")
+        await _nothing_held(made)
+
+
+@every_mode
+async def test_a_client_that_leaves_during_the_prefill_frees_it(peer: Peer, mode: Mode) -> None:
+    """By its leg, not by a lease."""
+    async with site(mode, peers.program(peer.program)) as made:
+        prefill, decode = made.workers
+        prefill.told(ttft="1000h")
+        client = await RawClient.connect(made.port)
+        client.send(request_bytes(CHAT, OF[CHAT].body))
+        assert await made.until(lambda: prefill.live.states() == ["prefill"])
+        client.leave("fin")
+        await _nothing_held(made)
+        assert (decode.asked, holds(prefill.live)) == (0, 0)
