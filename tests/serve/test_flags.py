@@ -122,6 +122,8 @@ def test_vllm_counts_some_durations_in_seconds() -> None:
         (["m", "--natural-length", "1:1e9"], "'1e9' is not a whole number"),
         (["m", "--itl", "999999999h"], "itl: 999999999h is out of range: it must be at most 1000000000s"),
         (["m", "--shutdown-timeout", "999999999h"], "out of range"),
+        (["m", "--kv-events-config", "[" * 100_000], "--kv-events-config: is nested too deeply"),
+        (["m", "--lora-modules", '{"a":' * 100_000], "--lora-modules: is nested too deeply"),
         (["m", "--config"], "--config takes one file"),
         (["m", "--config", "/nowhere.toml"], "--config: "),
     ],
