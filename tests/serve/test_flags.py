@@ -193,6 +193,16 @@ def test_a_bad_configuration_file_is_a_usage_error(tmp_path: Path, text: str) ->
         parse_args(["m", "--config", str(file)])
 
 
+@pytest.mark.parametrize(("name", "start"), [("c.toml", "a = "), ("c.yaml", "a: ")])
+def test_a_configuration_file_of_brackets_is_named(tmp_path: Path, name: str, start: str) -> None:
+    if name.endswith("yaml"):
+        pytest.importorskip("yaml")
+    file = tmp_path / name
+    file.write_text(start + "[" * 5000)
+    with pytest.raises(UsageError, match=rf"--config: .*{name} is nested too deeply"):
+        parse_args(["m", "--config", str(file)])
+
+
 def test_two_names_of_one_setting_are_told() -> None:
     parsed = parse_args(["m", "--prefill-overhead", "1s", "--time-to-first-token", "2s"])
     assert parsed.config.pacing.ttft_ns == 2 * 10**9

@@ -100,12 +100,12 @@ def test_echo_puts_prompt_text_and_logprobs_in_front() -> None:
     assert logprobs["text_offset"] == [0, len(" apple")]
 
 
-def test_offsets_after_an_echo_count_output_text_alone() -> None:
-    """vLLM 0.33: a stream sums the lengths of output texts; a body counts on from the prompt."""
+def test_offsets_count_on_from_an_echoed_prompt_in_a_stream_as_in_a_body() -> None:
+    """As recorded from vLLM 0.32.0 (golden `completions__echo_stream_logprobs`)."""
     fields = {"prompt": " apple", "echo": True, "logprobs": 1}
     deltas = [Delta(0, text, (400,), LOGPROBS) for text in (" a", " bc", " d")]
     made = stream(completions, plan(completions, fields | {"stream": True}), *deltas)[:3]
-    assert [value["choices"][0]["logprobs"]["text_offset"] for value in made] == [[0, 6], [2], [5]]
+    assert [value["choices"][0]["logprobs"]["text_offset"] for value in made] == [[0, 6], [8], [11]]
     made = stream(completions, plan(completions, {**fields, "echo": False, "stream": True}), *deltas)[:3]
     assert [value["choices"][0]["logprobs"]["text_offset"] for value in made] == [[0], [2], [5]]
     choice = ChoiceResult(0, 0, " a a", (400, 400), "length", None, LOGPROBS * 2)

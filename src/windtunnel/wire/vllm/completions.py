@@ -269,7 +269,7 @@ def encoder(generation: Generation) -> StreamEncoder:
 class CompletionEncoder:
     """Frames of one completion stream. Mutable: text offsets, counts and what has been echoed, per choice.
 
-    After the first chunk, `text_offset` counts output text alone, an echoed prompt not (vLLM 0.33, `previous_text_lens`).
+    `text_offset` counts on from an echoed prompt, as in a body (recorded from vLLM 0.32.0).
     A plain delta (no logprobs, token ids, usage or finish) is one join of prepared bytes around its text.
     """
 
@@ -320,7 +320,7 @@ class CompletionEncoder:
         choice["token_ids"] = list(delta.token_ids) if spec.token_ids else None
         if spec.env.profile.weight_versions:
             choice["weight_versions"] = None
-        self._offsets[index] = (self._offsets[index] or 0) + len(delta.text)
+        self._offsets[index] = (self._offsets[index] or 0) + len(text)
         self._counts[index] += len(delta.token_ids)
         return self._frame(choice, len(prompt.token_ids), self._counts[index])
 
