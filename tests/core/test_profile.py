@@ -36,12 +36,25 @@ def test_a_profile_survives_its_file() -> None:
 @pytest.mark.parametrize(
     ("section", "change", "message"),
     [
-        ("step", {"base_ns": -1}, "step.base_ns is -1: must be a number of at least 0"),
+        ("step", {"base_ns": -1}, "step.base_ns is -1: must be a number of 0 to"),
+        ("step", {"base_ns": 1e300}, r"step.base_ns is 1e\+300: must be a number of 0 to 1e\+18 \(10\^9 s\)"),
+        ("step", {"base_ns": 10**400}, "step.base_ns is 1000+: must be a number of 0 to"),
+        ("step", {"noise_growth": 1e7}, "step.noise_growth is 10000000.0: must be a number of 0 to 1000"),
+        ("frontend", {"prompt_token_ns": 2e18}, r"frontend.prompt_token_ns is 2e\+18: must be a number of 0 to"),
+        (
+            "step_noise",
+            {"values_ns": [0, 1, 1e19]},
+            r"step_noise.values_ns\[2\] is 1e\+19: must be a number of -1e\+18 to 1e\+18",
+        ),
+        ("step_noise", {"shares": [0, 0.5, float("nan")]}, r"step_noise.shares\[2\] is nan: must be a number of 0 to 1"),
+        ("step_noise", {"shares": [0] * 10_001}, "step_noise.shares: must be a list of at most 10000 numbers"),
         ("step", {"bass_ns": 1}, "step.bass_ns: unknown field; known are base_ns"),
-        ("frontend", {"turns": 0}, "frontend.turns is 0: must be a whole number of 1 to 1000"),
-        ("step_noise", {"values_ns": [0, "x", 1]}, "step_noise.values_ns: must be a list of numbers"),
+        ("frontend", {"turns": 0}, "frontend.turns is 0: must be a number of 1 to 1000"),
+        ("frontend", {"turns": 1.5}, "frontend.turns is 1.5: must be a whole number"),
+        ("step_noise", {"values_ns": [0, "x", 1]}, r"step_noise.values_ns\[1\] is 'x': must be a number"),
         ("step_noise", {"values_ns": [0, -1, 1]}, "noise.values_ns: must not fall"),
         ("step_noise", {"shares": [0, 0.5]}, "noise: shares and values_ns must be of one length"),
+        ("step_noise", {"values_ns": "01"}, "step_noise.values_ns: must be a list"),
         ("step_noise", {"memory": 1}, "noise: lasting must be 0 to 1 and memory"),
     ],
 )
@@ -55,6 +68,11 @@ def test_a_wrong_profile_names_its_field(section: str, change: dict[str, object]
 def test_other_files_are_refused() -> None:
     with pytest.raises(ProfileError, match="format: must be 'windtunnel-profile-1'"):
         from_mapping({"step": {}})
+    without = PROFILE.as_mapping()
+    del without["step"]["base_ns"]
+    for document in (without, {key: value for key, value in without.items() if key != "step"}):
+        with pytest.raises(ProfileError, match=r"step\.base_ns: is missing"):
+            from_mapping(document)
     with pytest.raises(ProfileError, match="pace: unknown field"):
         from_mapping({**PROFILE.as_mapping(), "pace": 1})
 

@@ -122,6 +122,8 @@ def test_vllm_counts_some_durations_in_seconds() -> None:
         (["m", "--natural-length", "1:1e9"], "'1e9' is not a whole number"),
         (["m", "--itl", "999999999h"], "itl: 999999999h is out of range: it must be at most 1000000000s"),
         (["m", "--shutdown-timeout", "999999999h"], "out of range"),
+        (["m", "--kv-events-config", "[" * 100_000], "--kv-events-config: is nested too deeply"),
+        (["m", "--lora-modules", '{"a":' * 100_000], "--lora-modules: is nested too deeply"),
         (["m", "--config"], "--config takes one file"),
         (["m", "--config", "/nowhere.toml"], "--config: "),
     ],
@@ -188,6 +190,16 @@ def test_a_bad_configuration_file_is_a_usage_error(tmp_path: Path, text: str) ->
     file = tmp_path / "c.toml"
     file.write_text(text)
     with pytest.raises(UsageError):
+        parse_args(["m", "--config", str(file)])
+
+
+@pytest.mark.parametrize(("name", "start"), [("c.toml", "a = "), ("c.yaml", "a: ")])
+def test_a_configuration_file_of_brackets_is_named(tmp_path: Path, name: str, start: str) -> None:
+    if name.endswith("yaml"):
+        pytest.importorskip("yaml")
+    file = tmp_path / name
+    file.write_text(start + "[" * 5000)
+    with pytest.raises(UsageError, match=rf"--config: .*{name} is nested too deeply"):
         parse_args(["m", "--config", str(file)])
 
 

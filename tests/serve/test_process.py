@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import re
 import signal
@@ -18,9 +19,11 @@ _ADDRESS = re.compile(r"http://127\.0\.0\.1:(\d+)")
 
 
 class ServerProcess:
-    def __init__(self, process: asyncio.subprocess.Process, port: int) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, port: int, told: str) -> None:
         self.process = process
         self.port = port
+        self.told = told
+        """On stderr, up to its address."""
 
     def term(self) -> None:
         self.process.send_signal(signal.SIGTERM)
@@ -60,20 +63,22 @@ async def serving(*flags: str) -> AsyncIterator[ServerProcess]:
     command = [sys.executable, "-m", "windtunnel", "serve", "m", "--port", "0", *flags]
     process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE, env={**os.environ})
     try:
-        yield ServerProcess(process, await _port(process))
+        yield ServerProcess(process, *await _port(process))
     finally:
         if process.returncode is None:
             process.kill()
         await process.wait()
 
 
-async def _port(process: asyncio.subprocess.Process) -> int:
+async def _port(process: asyncio.subprocess.Process) -> tuple[int, str]:
     assert process.stderr is not None
+    told = ""
     async with asyncio.timeout(PATIENCE_S):
         while line := (await process.stderr.readline()).decode():
+            told += line
             if found := _ADDRESS.search(line):
                 asyncio.get_running_loop().create_task(_drain(process.stderr))
-                return int(found[1])
+                return int(found[1]), told
     raise AssertionError("the server did not start")
 
 
@@ -201,3 +206,10 @@ async def test_the_server_follows_its_engine_when_the_watchdog_has_seen_it(stays
             assert split(await (await server.post("/v1/completions", COMPLETION)).read_all())[0] == 500
         else:
             assert await server.exit_code() == 0
+
+
+async def test_the_address_is_not_buried_under_settings() -> None:
+    async with serving("--itl", "30ms", "--api-key", "secret") as server:
+        settings = json.loads(server.told.partition("non-default args: ")[2].partition("\n")[0])
+        assert (settings["model"], settings["api_keys"], settings["pacing"]) == ("m", ["***"], {"itl_ns": 30_000_000})
+        assert len(server.told) < 1000 and "secret" not in server.told

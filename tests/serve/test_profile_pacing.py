@@ -61,6 +61,9 @@ def test_a_file_that_is_no_profile_is_named(tmp_path: Path) -> None:
         ("{", "Expecting"),
         ("[]", "format: must be"),
         ('{"format": "windtunnel-profile-1", "step": 3}', "step: must be"),
+        ('{"format": "windtunnel-profile-1", "step": {"base_ns": 1e300}}', "step.base_ns is 1e"),
+        ('{"format": "windtunnel-profile-1"}', "step.base_ns: is missing"),
+        ("[" * 100_000, "is nested too deeply"),
     ):
         (tmp_path / "p.json").write_text(content, "utf-8")
         with pytest.raises(UsageError, match=f"p.json: {message}"):

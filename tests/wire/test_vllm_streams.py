@@ -92,12 +92,25 @@ def test_forced_usage_needs_no_request() -> None:
 
 def test_echo_puts_prompt_text_and_logprobs_in_front() -> None:
     generation = plan(completions, {"prompt": " apple", "echo": True, "logprobs": 1, "stream": True})
-    first, second, _done = stream(completions, generation, Delta(0, " a", (400,), LOGPROBS), Delta(0, " b", (401,), LOGPROBS))
+    first, _done = stream(completions, generation, Delta(0, " a", (400,), LOGPROBS))
     logprobs = first["choices"][0]["logprobs"]
     assert first["choices"][0]["text"] == " apple a"
     assert logprobs["tokens"] == [" apple", " a"] and logprobs["token_logprobs"][0] is None
     assert first["choices"][0]["prompt_token_ids"] == TOKENIZER.encode(" apple")
-    assert second["choices"][0]["logprobs"]["text_offset"] == [8]
+    assert logprobs["text_offset"] == [0, len(" apple")]
+
+
+def test_offsets_count_on_from_an_echoed_prompt_in_a_stream_as_in_a_body() -> None:
+    """As recorded from vLLM 0.32.0 (golden `completions__echo_stream_logprobs`)."""
+    fields = {"prompt": " apple", "echo": True, "logprobs": 1}
+    deltas = [Delta(0, text, (400,), LOGPROBS) for text in (" a", " bc", " d")]
+    made = stream(completions, plan(completions, fields | {"stream": True}), *deltas)[:3]
+    assert [value["choices"][0]["logprobs"]["text_offset"] for value in made] == [[0, 6], [8], [11]]
+    made = stream(completions, plan(completions, {**fields, "echo": False, "stream": True}), *deltas)[:3]
+    assert [value["choices"][0]["logprobs"]["text_offset"] for value in made] == [[0], [2], [5]]
+    choice = ChoiceResult(0, 0, " a a", (400, 400), "length", None, LOGPROBS * 2)
+    told = whole(completions, plan(completions, fields), choice)["choices"][0]["logprobs"]
+    assert told["text_offset"] == [0, 6, 8]
 
 
 def test_echo_without_output_is_the_prompt_alone() -> None:

@@ -87,6 +87,8 @@ def _load(path: Path) -> "Profile":
 
     try:
         return from_mapping(json.loads(path.read_text("utf-8")))
+    except RecursionError:
+        raise ProfileError(f"{path.name}: is nested too deeply") from None
     except ValueError as error:
         raise ProfileError(f"{path.name}: {error}") from None
 
@@ -99,7 +101,7 @@ def _numbers(flag: str, text: str) -> list[int]:
     from windtunnel.cli.glue import fail
 
     parts = [part.strip() for part in text.split(",") if part.strip()]
-    if not all(part.isdigit() and int(part) >= 1 for part in parts):
+    if not all(part.isdecimal() and int(part) >= 1 for part in parts):
         fail(f"{flag} {text!r}: write whole numbers with commas, such as 1,8")
     return [int(part) for part in parts]
 

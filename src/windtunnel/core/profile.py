@@ -7,13 +7,14 @@ server's front end costs is `FrontendCosts`; `core.frontend` says how it is spen
 """
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
-from math import erf, isfinite, sqrt
+from math import erf, sqrt
 from typing import Any, ClassVar
 
 from windtunnel.core.pacing import Draws, StepPlan
+from windtunnel.core.units import LONGEST_S, S
 
 FORMAT = "windtunnel-profile-1"
 
@@ -152,6 +153,8 @@ def from_mapping(document: Any) -> Profile:
     if unknown:
         raise ProfileError(f"{unknown[0]}: unknown field; known are source, fit, {', '.join(_SECTIONS)}")
     sections = {name: _section(name, kind, document[name]) for name, kind in _SECTIONS.items() if name in document}
+    if "base_ns" not in document.get("step", {}):
+        raise ProfileError("step.base_ns: is missing: a step must cost something, or 0 must be said")
     return Profile(**sections, source=str(document.get("source", "")))
 
 
@@ -162,22 +165,51 @@ def _section(name: str, kind: type, given: Any) -> Any:
     for key, value in given.items():
         if key not in known:
             raise ProfileError(f"{name}.{key}: unknown field; known are {', '.join(known)}")
-        _check(f"{name}.{key}", value, known[key])
+        _check(f"{name}.{key}", value, known[key], _bounds(key, known[key]))
     return kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in given.items()})
 
 
-def _check(name: str, value: Any, like: Any) -> None:
+@dataclass(frozen=True, slots=True)
+class _Bounds:
+    least: float
+    most: float
+    unit: str = ""
+
+    def check(self, name: str, value: Any) -> None:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not self.least <= value <= self.most:
+            raise ProfileError(
+                f"{name} is {repr(value)[:_SHOWN_CHARS]}: must be a number of {self.least:g} to {self.most:g}{self.unit}"
+            )
+
+
+_SHOWN_CHARS = 100
+_MOST_POINTS = 10_000
+_LONGEST_NS = float(LONGEST_S * S)
+_BOUNDS: Mapping[str, _Bounds] = {
+    "shares": _Bounds(0, 1),
+    "lasting": _Bounds(0, 1),
+    "memory": _Bounds(0, 1),
+    "noise_growth": _Bounds(0, 1000),
+    "contention": _Bounds(0, 1000),
+    "turns": _Bounds(1, 1000),
+}
+
+
+def _bounds(key: str, like: Any) -> _Bounds:
+    """What is not in the table is a duration; noise may be negative."""
+    return _BOUNDS.get(key) or _Bounds(-_LONGEST_NS if isinstance(like, tuple) else 0, _LONGEST_NS, " (10^9 s)")
+
+
+def _check(name: str, value: Any, like: Any, bounds: _Bounds) -> None:
     if isinstance(like, tuple):
-        if not isinstance(value, Sequence) or not all(_is_number(item) for item in value):
-            raise ProfileError(f"{name}: must be a list of numbers")
-    elif not _is_number(value) or value < 0:
-        raise ProfileError(f"{name} is {value!r}: must be a number of at least 0")
-    elif isinstance(like, int) and (not isinstance(value, int) or not 1 <= value <= 1000):
-        raise ProfileError(f"{name} is {value!r}: must be a whole number of 1 to 1000")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+        if not isinstance(value, list | tuple) or len(value) > _MOST_POINTS:
+            raise ProfileError(f"{name}: must be a list of at most {_MOST_POINTS} numbers")
+        for at, item in enumerate(value):
+            bounds.check(f"{name}[{at}]", item)
+        return
+    if isinstance(like, int) and not isinstance(value, int):
+        raise ProfileError(f"{name} is {repr(value)[:_SHOWN_CHARS]}: must be a whole number")
+    bounds.check(name, value)
 
 
 def at_speed(profile: Profile, speed: float) -> Profile:

@@ -14,6 +14,9 @@ Engine = Literal["vllm", "sglang"]
 Runner = Literal["generate", "pooling"]
 Convert = Literal["embed", "classify"]
 
+TOO_DEEP = "is nested too deeply"
+"""What is said of JSON that no parser takes."""
+
 
 class UsageError(ValueError):
     """A setting that cannot be: names the flag and the right form."""
@@ -216,7 +219,7 @@ class ServeConfig:
 
 
 def as_json(config: Any) -> dict[str, Any]:
-    """A config value as plain JSON types, nested; what is printed at start and served by `/admin/config`."""
+    """A config value as plain JSON types, nested; served by `/admin/config`."""
     out: dict[str, Any] = {}
     for item in fields(config):
         value = getattr(config, item.name)
@@ -230,3 +233,16 @@ def as_json(config: Any) -> dict[str, Any]:
             value = value and "***"
         out[item.name] = list(value) if isinstance(value, tuple) else value
     return out
+
+
+def non_default(config: ServeConfig) -> dict[str, Any]:
+    """What of `as_json` is not as it is by default; printed at start, as vLLM does."""
+    return _differing(as_json(config), as_json(ServeConfig(model="")))
+
+
+def _differing(told: dict[str, Any], usual: dict[str, Any]) -> dict[str, Any]:
+    differing = {name: value for name, value in told.items() if value != usual.get(name)}
+    return {
+        name: _differing(value, usual[name]) if isinstance(value, dict) and isinstance(usual.get(name), dict) else value
+        for name, value in differing.items()
+    }

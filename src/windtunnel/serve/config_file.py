@@ -4,7 +4,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from windtunnel.serve.config import UsageError
+from windtunnel.serve.config import TOO_DEEP, UsageError
 
 _LARGEST_BYTES = 1024 * 1024
 
@@ -30,6 +30,8 @@ def _values(value: Any) -> list[Any]:
 def _toml(name: str, raw: bytes) -> Any:
     try:
         return tomllib.loads(raw.decode())
+    except RecursionError:
+        raise UsageError(f"--config: {name} {TOO_DEEP}") from None
     except ValueError as error:
         raise UsageError(f"--config: {name}: {error}") from None
 
@@ -41,5 +43,7 @@ def _yaml(name: str, raw: bytes) -> Any:
         raise UsageError(f"--config: {name} is YAML and PyYAML is not installed: install it or write TOML") from None
     try:
         return yaml.safe_load(raw)
+    except RecursionError:
+        raise UsageError(f"--config: {name} {TOO_DEEP}") from None
     except (yaml.YAMLError, ValueError) as error:
         raise UsageError(f"--config: {name}: {error}") from None

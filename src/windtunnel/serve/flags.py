@@ -15,7 +15,7 @@ from typing import Any
 from windtunnel.core.physics import GPUS, MODELS
 from windtunnel.core.profile import Profile, from_mapping
 from windtunnel.core.units import LONGEST_S, parse_duration_ns
-from windtunnel.serve.config import ServeConfig, UsageError
+from windtunnel.serve.config import TOO_DEEP, ServeConfig, UsageError
 from windtunnel.serve.config_file import read_config_file
 from windtunnel.serve.failures import FAILURES
 from windtunnel.serve.foreign_flags import FOREIGN_FLAGS, SHORT_FLAGS
@@ -188,6 +188,8 @@ def _profile(value: Any) -> Profile:
             return from_mapping(json.loads(file.read(_LARGEST_PROFILE)))
     except OSError as error:
         raise ValueError(f"{name}: {error.strerror}") from None
+    except RecursionError:
+        raise ValueError(f"{name}: {TOO_DEEP}") from None
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
 
@@ -713,5 +715,7 @@ def _value(flag: Flag, name: str, given: list[str]) -> Any:
 def _parse(flag: Flag, name: str, value: Any) -> Any:
     try:
         return flag.parse(value)
+    except RecursionError:
+        raise UsageError(f"{name}: {TOO_DEEP}") from None
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{name}: {error}") from None

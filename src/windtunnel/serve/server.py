@@ -14,7 +14,7 @@ import uvicorn
 
 from windtunnel.core.vllm.control import DEATH
 from windtunnel.serve.app import build
-from windtunnel.serve.config import ServeConfig, UsageError
+from windtunnel.serve.config import ServeConfig, UsageError, non_default
 from windtunnel.serve.http11 import HttpLimits, protocol_class
 from windtunnel.serve.shared_port import shared
 from windtunnel.serve.signals import handled_by
@@ -120,7 +120,7 @@ def _new_loop() -> asyncio.AbstractEventLoop:
 async def serve(config: ServeConfig) -> None:
     server = Server(config, asyncio.get_running_loop())
     process = SimulatorProcess(uvicorn_config(config, server), server)
-    log.info("windtunnel %s: %s", os.getpid(), json.dumps(server.effective_config()))
+    log.info("windtunnel %s: non-default args: %s", os.getpid(), json.dumps(non_default(config)))
     gc.collect()
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)

@@ -54,6 +54,7 @@ def test_a_profile_predicts_without_a_fit_and_json_is_one_document(tmp_path: Pat
         (("--format", "csv"), "--format csv: must be auto or one of windtunnel, vllm-bench"),
         (("--concurrency", "1,2"), "--concurrency has 2 numbers for 1 traces"),
         (("--fit-concurrency", "one"), "--fit-concurrency 'one': write whole numbers with commas"),
+        (("--fit-concurrency", "²"), "--fit-concurrency '²': write whole numbers with commas"),
         (("--fit-concurrency", "3"), "no run with concurrency 1 among those to fit"),
         (("--only", "nothing"), "no run is left"),
     ],
@@ -67,3 +68,12 @@ def test_wrong_calls_are_explained(tmp_path: Path, arguments: tuple[str, ...], m
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     result = run(tmp_path / "nowhere.jsonl")
     assert result.exit_code == 2 and "nowhere.jsonl: No such file" in result.output
+
+
+def test_files_that_cannot_be_read_are_usage_errors_and_no_findings(tmp_path: Path) -> None:
+    (tmp_path / "latin.jsonl").write_bytes(b'{"chunks": "\xe9"}')
+    result = run(tmp_path / "latin.jsonl")
+    assert result.exit_code == 2 and "latin.jsonl: is not UTF-8" in result.output
+    (tmp_path / "deep.json").write_text("[" * 100_000, "utf-8")
+    result = run(trace(tmp_path), "--profile", tmp_path / "deep.json")
+    assert result.exit_code == 2 and "deep.json: is nested too deeply" in result.output

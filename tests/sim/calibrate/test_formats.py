@@ -86,8 +86,17 @@ def test_guidellm_gives_one_run_for_each_benchmark(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"e2e_ms": "9"}, "trace.json line 2: e2e_ms is '9': must be a number of at least 0"),
+        ({"e2e_ms": "9"}, "trace.json line 2: e2e_ms is '9': must be a number of 0 to"),
         ({"prompt_tokens": 1.5}, "trace.json line 2: prompt_tokens is 1.5: must be a whole number"),
+        ({"prompt_tokens": 1e12}, r"trace.json line 2: prompt_tokens is 1000000000000.0: must be a number of 1 to 10000000"),
+        ({"output_tokens": 10**400}, "trace.json line 2: output_tokens is 1000+: must be a number of 1 to"),
+        ({"concurrency": 1e9}, "trace.json line 2: concurrency is 1000000000.0: must be a number of 1 to 1000000"),
+        ({"e2e_ms": 1e300}, r"trace.json line 2: e2e_ms is 1e\+300: must be a number of 0 to 1e\+12"),
+        ({"start_s": 1e300}, r"trace.json line 2: start_s is 1e\+300: must be a number of 0 to 1e\+12"),
+        (
+            {"chunks": [[1, 1], [2, 1e12]]},
+            r"trace.json line 2: chunks\[1\]\[1\] is 1000000000000.0: must be a number of 1 to 1000000",
+        ),
         ({"start_s": None}, "trace.json line 2: start_s is missing"),
         ({"chunks": []}, "trace.json line 2: chunks is empty"),
         ({"chunks": [[1, 1], [2]]}, r"trace.json line 2: chunks\[1\] is \[2\]: must be \[milliseconds, tokens so far\]"),
@@ -115,4 +124,38 @@ def test_other_files_are_refused_with_a_reason(tmp_path: Path) -> None:
         read_runs(tmp_path / "trace.json")
     (tmp_path / "trace.json").write_text("", "utf-8")
     with pytest.raises(TraceError, match="is empty"):
+        read_runs(tmp_path / "trace.json")
+
+
+def test_counts_of_the_tools_are_bounded(tmp_path: Path) -> None:
+    """A count becomes a list of so many tokens."""
+    (benchmark, *_) = GUIDELLM["benchmarks"]
+    (request,) = benchmark["requests"]["successful"]
+    huge = {"benchmarks": [{**benchmark, "requests": {"successful": [{**request, "output_tokens": 10**12}]}}]}
+    metrics = {**AIPERF["metrics"], "output_sequence_length": {"value": 1e12, "unit": "tokens"}}  # type: ignore[dict-item]
+    for document, message in (
+        (huge, r"successful\[0\]: output_tokens is 1000000000000: must be a number of 1 to 1000000"),
+        ({**AIPERF, "metrics": metrics}, r"output_sequence_length: value is 1000000000000.0: must be a number of 1 to 1000000"),
+        (
+            {**VLLM, "input_lens": [10, 20, 1e12]},
+            r"request 2: input_lens is 1000000000000.0: must be a number of 1 to 10000000",
+        ),
+        ({**VLLM, "max_concurrency": "x"}, "max_concurrency is 'x': must be a number of 1 to 1000000"),
+        ({**VLLM, "start_times": [1.0]}, "lists differ in length: .*'start_times': 1"),
+    ):
+        with pytest.raises(TraceError, match=message):
+            read_runs(write(tmp_path, document), concurrency=4 if "metrics" in document else None)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"a": 1}\n\xff\xfe', "trace.json: is not UTF-8: invalid start byte at byte 9"),
+        (b"[" * 100_000, "trace.json line 1: is nested too deeply"),
+        (b'{"chunks": ' + b"1" * 5000 + b"}", "trace.json line 1: not JSON: "),
+    ],
+)
+def test_what_no_parser_takes_is_a_wrong_trace(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "trace.json").write_bytes(content)
+    with pytest.raises(TraceError, match=message):
         read_runs(tmp_path / "trace.json")

@@ -19,8 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from windtunnel.sim.calibrate.measured import Measured, Run
+from windtunnel.sim.lengths import LIMIT
 
 MAX_FILE_BYTES = 1 << 30
+MAX_TIME = 1e12
+"""Of a duration in milliseconds (10^9 s) and of a point in time in seconds."""
+MAX_CLIENTS = 1_000_000
+MAX_OUTPUT_TOKENS = 1_000_000
+"""Of one request: each becomes a chunk where the tool noted none."""
+_SHOWN_CHARS = 100
 _NS_PER_UNIT = {"ns": 1e-6, "us": 1e-3, "ms": 1.0, "s": 1e3, "sec": 1e3}
 
 
@@ -37,11 +44,11 @@ class Row:
         self.where = where
         self.data = data
 
-    def number(self, field: str, *, least: float = 0.0) -> float:
-        return _number(self.where, field, self._required(field), least)
+    def number(self, field: str, *, most: float = MAX_TIME) -> float:
+        return _number(self.where, field, self._required(field), most=most)
 
-    def whole(self, field: str, *, least: int = 0) -> int:
-        value = self.number(field, least=least)
+    def whole(self, field: str, *, least: int = 0, most: int = LIMIT) -> int:
+        value = _number(self.where, field, self._required(field), least, most)
         if value != int(value):
             raise TraceError(f"{self.where}: {field} is {value}: must be a whole number")
         return int(value)
@@ -61,10 +68,15 @@ class Row:
         return self.data[field]
 
 
-def _number(where: str, field: str, value: Any, least: float = 0.0) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < float("inf"):
-        raise TraceError(f"{where}: {field} is {value!r}: must be a number of at least {least:g}")
+def _number(where: str, field: str, value: Any, least: float = 0.0, most: float = MAX_TIME) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+        shown, bound = repr(value)[:_SHOWN_CHARS], f"{most:.10g}"
+        raise TraceError(f"{where}: {field} is {shown}: must be a number of {least:g} to {bound}")
     return float(value)
+
+
+def _tokens(where: str, field: str, value: Any, most: int = MAX_OUTPUT_TOKENS) -> int:
+    return int(_number(where, field, value, 1, most))
 
 
 def read_runs(path: Path, kind: str = "auto", concurrency: int | None = None) -> list[Run]:
@@ -83,19 +95,28 @@ def read_runs(path: Path, kind: str = "auto", concurrency: int | None = None) ->
 
 def _documents(path: Path) -> list[Row]:
     """The whole file as one JSON document, or one a line."""
-    text = path.read_text("utf-8", errors="strict")
     try:
-        return [Row(path.name, json.loads(text))]
-    except json.JSONDecodeError:
+        text = path.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise TraceError(f"{path.name}: is not UTF-8: {error.reason} at byte {error.start}") from None
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError):
         lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
         return [_line(path.name, number, line) for number, line in lines]
+    return [Row(path.name, document)]
 
 
 def _line(name: str, number: int, line: str) -> Row:
     try:
-        return Row(f"{name} line {number}", json.loads(line))
+        document = json.loads(line)
     except json.JSONDecodeError as error:
         raise TraceError(f"{name} line {number}: not JSON: {error.msg} at column {error.colno}") from None
+    except RecursionError:
+        raise TraceError(f"{name} line {number}: is nested too deeply") from None
+    except ValueError as error:
+        raise TraceError(f"{name} line {number}: not JSON: {error}") from None
+    return Row(f"{name} line {number}", document)
 
 
 _MARKS = {"chunks": "windtunnel", "ttfts": "vllm-bench", "benchmarks": "guidellm", "metadata": "aiperf"}
@@ -132,7 +153,7 @@ def _windtunnel(rows: Sequence[Row], _concurrency: int | None) -> list[Run]:
 def _windtunnel_request(row: Row) -> tuple[str, str, int | None, Measured]:
     data = row.data
     closed = data.get("concurrency") is not None and data.get("poisson_rate_rps") is None
-    concurrency = row.whole("concurrency", least=1) if closed else None
+    concurrency = row.whole("concurrency", least=1, most=MAX_CLIENTS) if closed else None
     load = f"c={concurrency}" if closed else f"{data.get('poisson_rate_rps', '?')} rps"
     chunks = tuple(_chunk(row, at, item) for at, item in enumerate(row.items("chunks")))
     _check_chunks(row, chunks)
@@ -143,7 +164,7 @@ def _windtunnel_request(row: Row) -> tuple[str, str, int | None, Measured]:
     request = Measured(
         row.number("start_s"),
         prompt,
-        row.whole("output_tokens", least=1),
+        row.whole("output_tokens", least=1, most=MAX_OUTPUT_TOKENS),
         chunks,
         row.number("e2e_ms"),
         cached,
@@ -155,7 +176,7 @@ def _windtunnel_request(row: Row) -> tuple[str, str, int | None, Measured]:
 def _chunk(row: Row, at: int, item: Any) -> tuple[float, int]:
     if not isinstance(item, list) or len(item) != 2:
         raise TraceError(f"{row.where}: chunks[{at}] is {item!r}: must be [milliseconds, tokens so far]")
-    return _number(row.where, f"chunks[{at}][0]", item[0]), int(_number(row.where, f"chunks[{at}][1]", item[1], 1))
+    return _number(row.where, f"chunks[{at}][0]", item[0]), _tokens(row.where, f"chunks[{at}][1]", item[1])
 
 
 def _check_chunks(row: Row, chunks: Sequence[tuple[float, int]]) -> None:
@@ -175,11 +196,11 @@ def _vllm_bench(rows: Sequence[Row], concurrency: int | None) -> list[Run]:
 
 def _vllm_bench_run(row: Row, concurrency: int | None) -> Run:
     columns = {name: row.items(name) for name in ("input_lens", "output_lens", "ttfts", "itls")}
-    counts = {name: len(column) for name, column in columns.items()}
+    starts = row.items("start_times") if row.data.get("start_times") else [1e-6 * at for at in range(len(columns["ttfts"]))]
+    counts = {name: len(column) for name, column in {**columns, "start_times": starts}.items()}
     if len(set(counts.values())) != 1:
         raise TraceError(f"{row.where}: lists differ in length: {counts}")
-    starts = row.items("start_times") if row.data.get("start_times") else [1e-6 * at for at in range(len(columns["ttfts"]))]
-    errors = row.data.get("errors") or [""] * len(starts)
+    errors = row.items("errors") if row.data.get("errors") else []
     requests = []
     for at, (prompt, output, ttft, itls) in enumerate(zip(*columns.values(), strict=True)):
         if at < len(errors) and errors[at]:
@@ -187,17 +208,19 @@ def _vllm_bench_run(row: Row, concurrency: int | None) -> Run:
         requests.append(
             _vllm_bench_request(Row(f"{row.where}: request {at}", {"itls": itls}), starts[at], prompt, output, ttft)
         )
-    given = concurrency if concurrency is not None else row.data.get("max_concurrency")
-    return Run(f"c={given}" if given else "open loop", int(given) if given else None, requests)
+    given = concurrency
+    if given is None and row.data.get("max_concurrency"):
+        given = row.whole("max_concurrency", least=1, most=MAX_CLIENTS)
+    return Run(f"c={given}" if given else "open loop", given, requests)
 
 
 def _vllm_bench_request(row: Row, start: Any, prompt: Any, output: Any, ttft: Any) -> Measured:
     gaps_s = [_number(row.where, f"itls[{at}]", gap) for at, gap in enumerate(row.items("itls"))]
     times_ms = [1e3 * at for at in accumulate([_number(row.where, "ttfts", ttft), *gaps_s])]
-    tokens = int(_number(row.where, "output_lens", output, 1))
+    tokens = _tokens(row.where, "output_lens", output)
     return Measured(
         _number(row.where, "start_times", start),
-        int(_number(row.where, "input_lens", prompt, 1)),
+        _tokens(row.where, "input_lens", prompt, LIMIT),
         tokens,
         _spread(times_ms, tokens),
         times_ms[-1],
@@ -229,12 +252,12 @@ def _aiperf_request(row: Row) -> Measured:
     gaps = metrics.part("inter_chunk_latency")
     scale = _unit(gaps)
     gaps_ms = [scale * _number(gaps.where, f"value[{at}]", gap) for at, gap in enumerate(gaps.items("value"))]
-    tokens = _aiperf_tokens(metrics, "usage_completion_tokens", "output_sequence_length")
-    prompt = _aiperf_tokens(metrics, "usage_prompt_tokens", "input_sequence_length")
+    tokens = _aiperf_tokens(metrics, "usage_completion_tokens", "output_sequence_length", MAX_OUTPUT_TOKENS)
+    prompt = _aiperf_tokens(metrics, "usage_prompt_tokens", "input_sequence_length", LIMIT)
     cached = metrics.part(_AIPERF_CACHED).whole("value") if metrics.data.get(_AIPERF_CACHED) else 0
     times_ms = list(accumulate([first_ms, *gaps_ms]))
     return Measured(
-        row.part("metadata").number("request_start_ns") / 1e9,
+        row.part("metadata").number("request_start_ns", most=1e9 * MAX_TIME) / 1e9,
         prompt,
         tokens,
         _spread(times_ms, tokens),
@@ -246,9 +269,9 @@ def _aiperf_request(row: Row) -> Measured:
 _AIPERF_CACHED = "usage_prompt_cache_read_tokens"
 
 
-def _aiperf_tokens(metrics: Row, counted: str, estimated: str) -> int:
+def _aiperf_tokens(metrics: Row, counted: str, estimated: str, most: int) -> int:
     """The server's count, where it sent one: AIPerf's own comes from its tokenizer, without the chat template."""
-    return metrics.part(counted if metrics.data.get(counted) else estimated).whole("value", least=1)
+    return metrics.part(counted if metrics.data.get(counted) else estimated).whole("value", least=1, most=most)
 
 
 def _aiperf_ms(metrics: Row, name: str) -> float:
@@ -287,12 +310,12 @@ def _streams(benchmark: Row) -> int | None:
         if strategy.get("type_") == "synchronous":
             return 1
         if strategy.get("type_") == "concurrent":
-            return Row(f"{benchmark.where}: {section}.strategy", strategy).whole("streams", least=1)
+            return Row(f"{benchmark.where}: {section}.strategy", strategy).whole("streams", least=1, most=MAX_CLIENTS)
     return None
 
 
 def _guidellm_request(row: Row) -> Measured:
-    first_ms, tokens = row.number("time_to_first_token_ms"), row.whole("output_tokens", least=1)
+    first_ms, tokens = row.number("time_to_first_token_ms"), row.whole("output_tokens", least=1, most=MAX_OUTPUT_TOKENS)
     gap_ms = row.number("inter_token_latency_ms") if tokens > 1 else 0.0
     times_ms = [first_ms + gap_ms * at for at in range(tokens)]
     prompt = row.whole("prompt_tokens", least=1)

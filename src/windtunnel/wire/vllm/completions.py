@@ -269,6 +269,7 @@ def encoder(generation: Generation) -> StreamEncoder:
 class CompletionEncoder:
     """Frames of one completion stream. Mutable: text offsets, counts and what has been echoed, per choice.
 
+    `text_offset` counts on from an echoed prompt, as in a body (recorded from vLLM 0.32.0).
     A plain delta (no logprobs, token ids, usage or finish) is one join of prepared bytes around its text.
     """
 
