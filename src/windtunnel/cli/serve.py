@@ -48,7 +48,7 @@ def serve(context: typer.Context) -> None:
         typer.echo(help_text(engine_of(context.args)))
         return
     try:
-        parsed = parse_args([*context.args, *environment_flags(context.args)])
+        parsed = parse_args([*context.args, *environment_flags(context.args)], environment_sources(context.args))
     except UsageError as error:
         typer.echo(f"windtunnel serve: {error}", err=True)
         raise typer.Exit(USAGE) from None
@@ -66,23 +66,35 @@ def serve(context: typer.Context) -> None:
 def environment_flags(args: list[str]) -> list[str]:
     """The environment variables of the real server that have a flag here."""
     if engine_of(args) == "sglang":
-        from windtunnel.serve.sglang.disagg_flags import ENVIRONMENT
-
-        shared = {name: _VALUES[name] for name in _SHARED_VALUES}
-        return _value_flags({**shared, **_SGLANG_VALUES, **ENVIRONMENT}, args)
+        return _value_flags(args)
     flags = []
     for variable, flag in _SWITCHES.items():
         if os.environ.get(variable, "").lower() in ("1", "true"):
             flags.append(flag)
-    flags += _value_flags(_VALUES, args)
+    flags += _value_flags(args)
     if os.environ.get("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "1").lower() in ("0", "false"):
         flags.append("--kv-events-hashes=bytes")
     return flags
 
 
-def _value_flags(variables: dict[str, str], args: list[str]) -> list[str]:
-    told = [(flag, os.environ.get(variable)) for variable, flag in variables.items() if not named(flag, args)]
-    return [f"--{flag}={value}" for flag, value in told if value]
+def environment_sources(args: list[str]) -> dict[str, str]:
+    """Flag → the environment variable that gives its value."""
+    told = {flag: variable for variable, flag in _variables(args).items() if os.environ.get(variable)}
+    return {flag: variable for flag, variable in told.items() if not named(flag, args)}
+
+
+def _value_flags(args: list[str]) -> list[str]:
+    return [f"--{flag}={os.environ[variable]}" for flag, variable in environment_sources(args).items()]
+
+
+def _variables(args: list[str]) -> dict[str, str]:
+    """Environment variable → flag."""
+    if engine_of(args) != "sglang":
+        return _VALUES
+    from windtunnel.serve.sglang.disagg_flags import ENVIRONMENT
+
+    shared = {name: _VALUES[name] for name in _SHARED_VALUES}
+    return {**shared, **_SGLANG_VALUES, **ENVIRONMENT}
 
 
 def engine_of(args: list[str]) -> str:

@@ -490,8 +490,11 @@ class ParsedFlags:
     warnings: tuple[str, ...]
 
 
-def parse_args(args: Sequence[str]) -> ParsedFlags:
-    """Command-line arguments to a configuration. Raises UsageError that names the flag."""
+def parse_args(args: Sequence[str], sources: Mapping[str, str] = MappingProxyType({})) -> ParsedFlags:
+    """Command-line arguments to a configuration.
+
+    Raises UsageError that names the flag, or what `sources` has for it: the environment variable that it comes from.
+    """
     values: dict[str, Any] = {}
     named: dict[str, str] = {}
     warnings: list[str] = []
@@ -505,7 +508,7 @@ def parse_args(args: Sequence[str]) -> ParsedFlags:
         if named.setdefault(flag.target, name) != name:
             warnings.append(f"--{named[flag.target]} and --{name} set the same thing: the last one holds")
             named[flag.target] = name
-        values.update(_targets(flag, _parse(flag, f"--{name}", value)))
+        values.update(_targets(flag, _parse(flag, sources.get(name, f"--{name}"), value)))
     if "model" not in values:
         raise UsageError("--model is missing: windtunnel serve --model NAME")
     values.setdefault("port", table.default_port)

@@ -1,10 +1,12 @@
 """P/D over real sockets: frames, registration, lookups, aborts, heartbeats and timeouts in scaled time."""
 
+import pytest
 import zmq
 import zmq.asyncio
 from tests.core.sglang.driving import make_engine, outputs, request, run
 from tests.serve.sglang.pair import live_pair, until
 
+from windtunnel.core.transfer.frames import Frame, Metadata, Outgoing
 from windtunnel.serve.sglang.settings import DisaggSettings
 
 
@@ -100,6 +102,39 @@ async def test_a_prefill_that_cannot_be_found_fails_after_fifteen_tries() -> Non
         assert len(asked) == 15
         assert pair.decode.ending("r")[1] == 500
         assert "Could not fetch bootstrap info" in pair.decode.ending("r")[2]
+
+
+async def test_hostile_bootstrap_hosts_among_innocents_fail_alone() -> None:
+    """JSON allows lone surrogates, which no URL and no socket takes."""
+    async with live_pair(time_scale=100) as pair:
+        hosts = ("\ud800", "a b\n", "[", "x" * 70_000)
+        for number in range(4):
+            pair.submit(f"r{number}", 100 + number)
+            pair.decode.submit(f"h{number}", 200 + number, (hosts[number], 1))
+        await until(lambda: all(pair.decode.ended(f"h{n}") and pair.decode.ended(f"r{n}") for n in range(4)))
+        assert {pair.decode.ending(f"r{number}")[:2] for number in range(4)} == {("length", 200)}
+        assert {pair.decode.ending(f"h{number}")[1] for number in range(4)} == {500}
+        await until(pair.empty)
+
+
+async def test_a_frame_that_cannot_be_sent_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with live_pair(time_scale=100) as pair:
+        pair.submit("first", 1)
+        await until(lambda: pair.decode.ended("first"))
+        transport = pair.decode.pd.transport
+        send = transport._send
+
+        def picky(outgoing: Outgoing, frame: Frame) -> None:
+            if isinstance(frame, Metadata) and frame.room == 201:
+                raise UnicodeEncodeError("utf-8", "\ud800", 0, 1, "planted")
+            send(outgoing, frame)
+
+        monkeypatch.setattr(transport, "_send", picky)
+        for room in range(200, 204):
+            pair.submit(f"r{room}", room)
+        await until(lambda: all(pair.decode.ended(f"r{room}") for room in range(200, 204)))
+        assert [pair.decode.ending(f"r{room}")[1] for room in range(200, 204)] == [200, 500, 200, 200]
+        await until(pair.empty)
 
 
 async def test_a_lost_prefill_is_noticed_by_two_heartbeats() -> None:

@@ -4,7 +4,9 @@ import json
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from windtunnel.cli.main import app
 from windtunnel.cli.serve import environment_flags
 from windtunnel.core.units import S
 from windtunnel.serve.config import ServeConfig, UsageError
@@ -72,6 +74,15 @@ def test_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = _parsed(*flags).kv_transfer
     assert (settings.side_channel_host, settings.side_channel_port) == ("10.0.0.2", 5700)
     assert "--nixl-side-channel-port=5700" not in environment_flags(["--nixl-side-channel-port", "1"])
+
+
+def test_a_bad_value_of_the_environment_is_named_by_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", "abc")
+    told = CliRunner().invoke(app, ["serve", "--model", "m"])
+    assert told.exit_code == 2
+    assert "VLLM_NIXL_SIDE_CHANNEL_PORT: " in told.output and "--nixl" not in told.output
+    told = CliRunner().invoke(app, ["serve", "--model", "m", "--nixl-side-channel-port", "xyz"])
+    assert "--nixl-side-channel-port: " in told.output and "VLLM_" not in told.output
 
 
 def test_another_release_has_another_hash() -> None:

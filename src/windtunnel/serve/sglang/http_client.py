@@ -7,6 +7,8 @@ from typing import Any
 
 import httpx
 
+from windtunnel.core.shown import shown
+
 ANSWER_LIMIT_BYTES = 4 * 1024 * 1024
 
 
@@ -26,7 +28,7 @@ class HttpAsker:
         try:
             answer = await self._client.request(method, url, json=body, timeout=patience)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise NoAnswer(f"{method} {url}: {type(error).__name__} {error}") from error
+            raise NoAnswer(f"{method} {shown(url)}: {type(error).__name__} {shown(str(error))}") from error
         if answer.status_code != 200:
             raise NoAnswer(f"{method} {url}: status {answer.status_code}: {answer.text[:200]}")
         if len(answer.content) > ANSWER_LIMIT_BYTES:

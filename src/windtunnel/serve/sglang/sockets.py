@@ -95,7 +95,10 @@ class Peer:
     """The way to one rank of the other side: a bounded queue and the task that empties it, in order."""
 
     def __init__(self, context: zmq.asyncio.Context, endpoint: str, timeout_s: float, on_lost: Callable[[bool], None]) -> None:
-        """`on_lost(True)` when the connection ends, `on_lost(False)` when there is one again."""
+        """`on_lost(True)` when the connection ends, `on_lost(False)` when there is one again.
+
+        Raises ZMQError or UnicodeError for what is no endpoint.
+        """
         self.endpoint = endpoint
         self._timeout_s = timeout_s
         self._on_lost = on_lost
@@ -105,7 +108,11 @@ class Peer:
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED)
         self._queue: asyncio.Queue[tuple[float, list[bytes], Callable[[], None]]] = asyncio.Queue(SEND_QUEUE_LIMIT)
-        self._socket.connect(f"tcp://{endpoint}")
+        try:
+            self._socket.connect(f"tcp://{endpoint}")
+        except (zmq.ZMQError, UnicodeError):
+            self._close_sockets()
+            raise
         self._tasks = [asyncio.ensure_future(self._run()), asyncio.ensure_future(self._watch())]
 
     def send(self, parts: Sequence[bytes], failed: Callable[[], None]) -> None:
@@ -136,6 +143,9 @@ class Peer:
         for task in self._tasks:
             with suppress(asyncio.CancelledError):
                 await task
+        self._close_sockets()
+
+    def _close_sockets(self) -> None:
         self._socket.disable_monitor()
         self._monitor.close()
         self._socket.close(linger=0)

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from windtunnel.core.sglang.disagg.decode import DecodeWorker
 from windtunnel.core.sglang.disagg.prefill import PrefillWorker
 from windtunnel.core.sglang.disagg.topology import Topology
+from windtunnel.core.shown import shown
 from windtunnel.core.transfer.backends import SimBackend
 from windtunnel.core.transfer.frames import (
     Abort,
@@ -149,11 +150,19 @@ class Transport:
     def pump(self) -> None:
         """Send what the worker has to say."""
         for outgoing in self.worker.take_outgoing():
-            frame = outgoing.frame
-            if isinstance(frame, TopologyQuery | DpRankQuery | RegisterDpRank):
-                self.ask(outgoing)
-            else:
-                self._send(outgoing, frame)
+            try:
+                self.perform(outgoing)
+            except Exception:
+                log.exception("%s to %s", type(outgoing.frame).__name__, shown(outgoing.to))
+                self.failed(outgoing)
+
+    def perform(self, outgoing: Outgoing) -> None:
+        """What fails here fails alone: `pump` goes on with the next one."""
+        frame = outgoing.frame
+        if isinstance(frame, TopologyQuery | DpRankQuery | RegisterDpRank):
+            self.ask(outgoing)
+        else:
+            self._send(outgoing, frame)
 
     def ask(self, outgoing: Outgoing) -> None:
         handler = _QUESTIONS[type(outgoing.frame)]
@@ -173,7 +182,7 @@ class Transport:
 
     def failed(self, outgoing: Outgoing) -> None:
         """A frame could not be sent in time."""
-        log.warning("%s to %s was not sent in time", type(outgoing.frame).__name__, outgoing.to)
+        log.warning("%s to %s was not sent in time", type(outgoing.frame).__name__, shown(outgoing.to))
 
     # Questions (the handlers of `ask`)
 
@@ -352,7 +361,7 @@ class DecodeTransport(Transport):
         try:
             answer = await self._fetch_topology(outgoing.to)
         except (NoAnswer, ValidationError) as error:
-            log.info("no topology of %s: %s", outgoing.to, error)
+            log.info("no topology of %s: %s", shown(outgoing.to), error)
             answer = None
         self._worker.topology(outgoing.to, answer, now_ns())
         self._wake()
@@ -377,7 +386,7 @@ class DecodeTransport(Transport):
             told = await self.asker.ask_json("POST", f"http://{outgoing.to}/query_dp_ranks", self.config.http(), body)
             ranks = {int(room): int(rank) for room, rank in told.items()}
         except (NoAnswer, ValueError, AttributeError) as error:
-            log.info("no DP ranks from %s: %s", outgoing.to, error)
+            log.info("no DP ranks from %s: %s", shown(outgoing.to), error)
             return
         self._worker.dp_ranks(outgoing.to, ranks, now_ns())
         self._wake()

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import zmq
 import zmq.asyncio
 
+from windtunnel.core.shown import shown
 from windtunnel.core.vllm.connector.seam import Handshake, Peer
 from windtunnel.serve.vllm_pd.memory import NO_REGION, Region
 from windtunnel.wire.vllm.side_channel import (
@@ -117,9 +118,9 @@ async def shake_hands(context: zmq.asyncio.Context, peer: Peer, patience_s: floa
             await socket.send(encode_request(0))
             answer = await socket.recv()
     except TimeoutError:
-        raise SideChannelError(f"no answer from {peer.host}:{peer.port} within {patience_s:g} s") from None
+        raise SideChannelError(f"no answer from {shown(peer.host)}:{peer.port} within {patience_s:g} s") from None
     except zmq.ZMQError as error:
-        raise SideChannelError(f"{peer.host}:{peer.port}: {error.strerror}") from None
+        raise SideChannelError(f"{shown(peer.host)}:{peer.port}: {error.strerror}") from None
     finally:
         socket.close(linger=0)
     compatibility_hash, metadata = decode_answer(answer)

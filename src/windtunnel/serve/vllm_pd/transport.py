@@ -1,5 +1,7 @@
 """Carries out what a vLLM engine with a KV connector asks: handshakes, moves of blocks, notifications.
 
+One ask's or one report's failure, whatever it is, becomes that one's failed report and touches no other request.
+
 The engine is sans-IO. After every input the transport wakes its driver; after every turn of the driver `pump` takes what the
 engine asks. Moves are timed by a `BlockMover` on this side. When a read lands, the side that was read is asked what of it was
 still the request's: in vLLM nobody asks, and whatever lies there is read.
@@ -13,6 +15,7 @@ from typing import Any, Protocol
 
 import zmq.asyncio
 
+from windtunnel.core.shown import shown
 from windtunnel.core.transfer.backends import SimBackend
 from windtunnel.core.vllm.connector.engine import ConnectorEngine
 from windtunnel.core.vllm.connector.mover import BlockMover, Move
@@ -188,6 +191,13 @@ class NixlTransport:
             self.perform(ask)
 
     def perform(self, ask: Ask) -> None:
+        try:
+            self._perform(ask)
+        except Exception as error:
+            log.exception("%s to %s", type(ask).__name__, shown(ask.peer.engine_id))
+            self._failed_alone(_failure_of(ask, _reason(error)))
+
+    def _perform(self, ask: Ask) -> None:
         if isinstance(ask, AskHandshake):
             self._handshake(ask)
         elif isinstance(ask, Notify):
@@ -210,19 +220,20 @@ class NixlTransport:
             if found is not None:
                 self._mover.connect(ask.peer, found.region)
                 self._found(ask.peer, told.engine_id, found.endpoint)
-        except ValueError as error:
-            log.error("handshake with %s: %s", ask.peer.engine_id, error)
-            report = HandshakeFailed(ask.peer, str(error))
+        except Exception as error:
+            exc_info = None if isinstance(error, ValueError) else error
+            log.error("handshake with %s: %s", shown(ask.peer.engine_id), shown(str(error)), exc_info=exc_info)
+            report = HandshakeFailed(ask.peer, shown(str(error)))
         finally:
             self._handshakes -= 1
         self._report(report)
 
     def _found(self, peer: Peer, engine_id: str, endpoint: str) -> None:
         address = f"{peer.host}:{peer.port}"
+        self._peers.get(endpoint)
         self._endpoints[engine_id] = endpoint
         self._addresses.setdefault(endpoint, set()).add(address)
         self._mover.find_peer(address)
-        self._peers.get(endpoint)
 
     def _notify(self, ask: Notify) -> None:
         def failed() -> None:
@@ -240,6 +251,14 @@ class NixlTransport:
     def _later(self, report: Report) -> None:
         """Not from within a turn of the driver."""
         self._loop.call_soon(self._report, report)
+
+    def _failed_alone(self, report: Report) -> None:
+        if isinstance(report, MoveFailed):
+            self._moves.pop(report.number, None)
+            landed = self._landed.pop(report.number, None)
+            if landed is not None:
+                landed.expiry.cancel()
+        self._later(report)
 
     # Moves
 
@@ -260,12 +279,20 @@ class NixlTransport:
 
     def _moved(self) -> None:
         for report in self._mover.run(now_ns(), _not_known_yet):
-            ask = self._moves.pop(report.number)
-            if isinstance(report, MoveDone) and isinstance(ask, StartRead) and not self._mover.checks:
-                self._ask_what_landed(ask)
-            else:
-                self._report(report)
+            try:
+                self._ended(report)
+            except Exception as error:
+                log.exception("the end of move %d", report.number)
+                self._failed_alone(MoveFailed(report.number, _reason(error)))
         self._set_alarm()
+
+    def _ended(self, report: MoveDone | MoveFailed) -> None:
+        """A move that has failed on its way to the mover is known no more."""
+        ask = self._moves.pop(report.number, None)
+        if isinstance(report, MoveDone) and isinstance(ask, StartRead) and not self._mover.checks:
+            self._ask_what_landed(ask)
+        elif ask is not None:
+            self._report(report)
 
     def _ask_what_landed(self, ask: StartRead) -> None:
         endpoint, number = self._endpoints[ask.peer.engine_id], ask.number
@@ -294,6 +321,8 @@ class NixlTransport:
             except ValueError as error:
                 self.malformed += 1
                 log.warning("data plane: %s", error)
+            except Exception:
+                log.exception("data plane: a message could not be answered")
 
     def _heard(self, message: Message) -> None:
         if isinstance(message, Notification):
@@ -308,7 +337,7 @@ class NixlTransport:
         """A connection to a peer has ended, or begun. Reads that wait for an answer of it fail at once."""
         for address in self._addresses.get(endpoint, ()):
             if lost:
-                log.info("the agent behind %s has gone", address)
+                log.info("the agent behind %s has gone", shown(address))
                 self._mover.lose_peer(address, now_ns())
             else:
                 self._mover.find_peer(address)
@@ -329,6 +358,18 @@ class NixlTransport:
             "moves": len(self._moves) + len(self._landed),
             "malformed_messages": self.malformed + self.channel.malformed,
         }
+
+
+def _reason(error: Exception) -> str:
+    return shown(f"{type(error).__name__}: {error}")
+
+
+def _failure_of(ask: Ask, reason: str) -> Report:
+    if isinstance(ask, AskHandshake):
+        return HandshakeFailed(ask.peer, reason)
+    if isinstance(ask, Notify):
+        return NotifyFailed(ask.peer, ask.notification, reason)
+    return MoveFailed(ask.number, reason)
 
 
 def _not_known_yet(_move: object) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from windtunnel.core.units import S
 from windtunnel.core.vllm.connector.config import CONNECTORS, FAILURE_POLICIES, ROLES, KvTransferConfig
+from windtunnel.core.vllm.connector.params import is_text
 
 ABORT_TIMEOUT_S = 480
 """`VLLM_NIXL_ABORT_REQUEST_TIMEOUT` of releases between #25897 and #41383."""
@@ -85,8 +86,8 @@ def _one_of(*allowed: str) -> Callable[[str, Any], Any]:
 
 
 def _text(name: str, value: Any) -> str:
-    if not isinstance(value, str) or not value or len(value) > 256:
-        raise ValueError(f"{name} is {value!r:.80}: must be text of 1 to 256 characters")
+    if not is_text(value, 256):
+        raise ValueError(f"{name} is {value!r:.80}: must be text of 1 to 256 bytes")
     return value
 
 

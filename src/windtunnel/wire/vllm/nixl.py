@@ -11,6 +11,7 @@ from typing import Any
 
 import msgpack
 
+from windtunnel.core.vllm.connector.params import HOST_LIMIT_BYTES, ID_LIMIT_BYTES, MAX_BLOCK, MAX_BLOCKS, is_text
 from windtunnel.core.vllm.connector.seam import Consumed, Heartbeat, Notification, Peer, Pushed, Registration
 
 HEARTBEAT = b"HB:"
@@ -18,7 +19,6 @@ REGISTRATION = b"PUSH_REG:"
 
 BYTES_LIMIT = 16 * 1024 * 1024
 IDS_LIMIT = 65536
-BLOCKS_LIMIT = 1 << 20
 _CONSUMERS_LIMIT = 65536
 
 
@@ -87,6 +87,8 @@ def _ids(text: str) -> tuple[str, ...]:
     ids = tuple(one for one in text.split(",") if one)
     if len(ids) > IDS_LIMIT:
         raise NotificationError(f"a heartbeat names {len(ids)} requests: at most {IDS_LIMIT} are read")
+    if not all(is_text(one, ID_LIMIT_BYTES) for one in ids):
+        raise NotificationError(f"a heartbeat names a request whose id has over {ID_LIMIT_BYTES} bytes")
     return ids
 
 
@@ -94,6 +96,8 @@ def _read_consumed(text: str) -> Consumed:
     request_id, separator, consumers = text.rpartition(":")
     if not separator or not request_id:
         raise NotificationError(f"{text[:80]!r} is no notification: write <request id>:<consumers>")
+    if not is_text(request_id, ID_LIMIT_BYTES):
+        raise NotificationError(f"the id {request_id[:80]!r}… has over {ID_LIMIT_BYTES} bytes")
     if not (consumers.isascii() and consumers.isdigit() and len(consumers) < 6 and 1 <= int(consumers) <= _CONSUMERS_LIMIT):
         raise NotificationError(f"the consumers of {request_id[:80]!r} are {consumers[:20]!r}: must be a number from 1 on")
     return Consumed(request_id, int(consumers))
@@ -101,27 +105,27 @@ def _read_consumed(text: str) -> Consumed:
 
 def _read_registration(payload: bytes) -> Registration:
     try:
-        told = msgpack.unpackb(payload, max_map_len=64, max_array_len=BLOCKS_LIMIT)
+        told = msgpack.unpackb(payload, max_map_len=64, max_array_len=MAX_BLOCKS)
     except (ValueError, msgpack.UnpackException) as error:
         raise NotificationError(f"a registration is not msgpack: {error}") from None
     if not isinstance(told, dict):
         raise NotificationError("a registration is not a map")
     peer = Peer(
         _text(told, "decode_engine_id"),
-        _text(told, "decode_host"),
+        _text(told, "decode_host", HOST_LIMIT_BYTES),
         _number(told, "decode_port", 1, 65535),
         _number(told, "decode_tp_size", 1, 1024),
     )
     remote = told.get("remote_request_id")
-    if remote is not None and not isinstance(remote, str):
-        raise NotificationError("remote_request_id of a registration is no text")
+    if remote is not None:
+        _text(told, "remote_request_id")
     return Registration(_text(told, "request_id"), remote, peer, _blocks(told.get("local_block_ids")))
 
 
-def _text(told: Mapping[Any, Any], name: str) -> str:
+def _text(told: Mapping[Any, Any], name: str, limit_bytes: int = ID_LIMIT_BYTES) -> str:
     value = told.get(name)
-    if not isinstance(value, str) or not value:
-        raise NotificationError(f"{name} of a registration is {value!r:.80}: must be text")
+    if not is_text(value, limit_bytes):
+        raise NotificationError(f"{name} of a registration is {value!r:.80}: must be text of 1 to {limit_bytes} bytes")
     return value
 
 
@@ -135,6 +139,10 @@ def _number(told: Mapping[Any, Any], name: str, least: int, most: int) -> int:
 def _blocks(told: object) -> tuple[int, ...]:
     """One list for each cache group (there is one), or a bare list."""
     blocks = told[0] if isinstance(told, list) and len(told) == 1 and isinstance(told[0], list) else told
-    if not isinstance(blocks, list) or not all(isinstance(block, int) and not isinstance(block, bool) for block in blocks):
-        raise NotificationError("local_block_ids of a registration must be one list of block ids")
+    if not isinstance(blocks, list) or not all(_is_block(block) for block in blocks):
+        raise NotificationError(f"local_block_ids of a registration must be one list of block ids from 0 to {MAX_BLOCK}")
     return tuple(blocks)
+
+
+def _is_block(told: object) -> bool:
+    return isinstance(told, int) and not isinstance(told, bool) and 0 <= told <= MAX_BLOCK

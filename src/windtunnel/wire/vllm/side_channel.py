@@ -13,11 +13,12 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
+from windtunnel.core.vllm.connector.params import ID_LIMIT_BYTES
+
 GET_META = b"get_meta_msg"
 _AGENT = b"windtunnel:"
 MESSAGE_LIMIT_BYTES = 1024 * 1024
 _PLACES_LIMIT = 1 << 20
-_ID_LIMIT = 4096
 
 Shape = TypeVar("Shape")
 
@@ -127,7 +128,7 @@ def decode_message(data: bytes) -> Message:
         message: Message = msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
         raise SideChannelError(f"{name}: {error}") from None
-    if isinstance(message, LandedQuestion) and (len(message.request_id) > _ID_LIMIT or not _sane(message.blocks)):
+    if isinstance(message, LandedQuestion) and (len(message.request_id) > ID_LIMIT_BYTES or not _sane(message.blocks)):
         raise SideChannelError("landed?: an id or a list of blocks is too long, or a block is below 0")
     if isinstance(message, LandedAnswer) and not _sane(message.foreign):
         raise SideChannelError("landed: the list of places is too long, or a place is below 0")

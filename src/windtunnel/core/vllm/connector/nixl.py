@@ -20,6 +20,7 @@ from typing import Any
 from windtunnel.core.kv.blocks import BlockPool
 from windtunnel.core.outputs import FinishReason
 from windtunnel.core.request import EngineRequest
+from windtunnel.core.shown import shown
 from windtunnel.core.units import S
 from windtunnel.core.vllm.connector import params as told
 from windtunnel.core.vllm.connector.config import KvTransferConfig
@@ -95,9 +96,11 @@ class NixlConnector:
         params = request.kv_transfer
         pushes = self.config.pushes
         remote = told.remote_of(params, blocks_needed=not pushes)
+        if pushes and not told.is_text(request.request_id, told.ID_LIMIT_BYTES):
+            remote = None  # the prefill could not be told where to write
         if told.asks_prefill(params):
             if remote is None:
-                self.warn(f"Got invalid KVTransferParams: {params}. This request will not utilize KVTransfer")
+                self.warn(f"Got invalid KVTransferParams: {shown(params)}. This request will not utilize KVTransfer")
                 return
             self._heart.start(request.request_id, remote, now_ns)
         elif not (remote is not None and told.asks_decode(params) and self.config.bidirectional_kv_xfer):
@@ -210,7 +213,7 @@ class NixlConnector:
         if waiting is None:
             return []
         self.counters["nixl_num_failed_transfers"] += 1
-        self.warn(f"NIXL transfer failure: handshake_failed with {report.peer.engine_id}: {report.reason}")
+        self.warn(f"NIXL transfer failure: handshake_failed with {shown(report.peer.engine_id)}: {shown(report.reason)}")
         outcomes: list[Outcome] = []
         for ask in waiting:
             if isinstance(ask, StartRead):
@@ -321,8 +324,8 @@ class NixlConnector:
         if hold is None:
             self.counters["nixl_num_notifications_after_expiry"] += 1
             self.warn(
-                f"Potentially invalid KV blocks for unrecognized request {request_id} were retrieved by a decode worker. "
-                "They may have expired."
+                f"Potentially invalid KV blocks for unrecognized request {shown(request_id)} were retrieved by a decode "
+                "worker. They may have expired."
             )
             return []
         done = self.holds.consumed(request_id, consumers)

@@ -11,6 +11,11 @@ from windtunnel.core.vllm.connector.seam import Peer
 
 MAX_BLOCKS = 1 << 20
 """Blocks that one request may name."""
+MAX_BLOCK = (1 << 31) - 1
+"""The greatest id of a block."""
+ID_LIMIT_BYTES = 1024
+"""Of a request's or an engine's id."""
+HOST_LIMIT_BYTES = 255
 
 
 class Remote(NamedTuple):
@@ -36,6 +41,16 @@ def asks_decode(params: Mapping[str, Any] | None) -> bool:
     return bool(params and params.get("do_remote_decode"))
 
 
+def is_text(told: object, limit_bytes: int) -> TypeGuard[str]:
+    """Text that is not empty and can be sent: JSON allows lone surrogates, which have no bytes."""
+    if not isinstance(told, str) or not 0 < len(told) <= limit_bytes:
+        return False
+    try:
+        return len(told.encode()) <= limit_bytes
+    except UnicodeEncodeError:
+        return False
+
+
 def remote_of(params: Mapping[str, Any] | None, *, blocks_needed: bool = True) -> Remote | None:
     """Where the KV lies; None unless every field that is needed is there and of its kind.
 
@@ -45,7 +60,7 @@ def remote_of(params: Mapping[str, Any] | None, *, blocks_needed: bool = True) -
         return None
     peer, request_id = _peer(params), params.get("remote_request_id")
     blocks = _flat(params.get("remote_block_ids"))
-    if peer is None or not isinstance(request_id, str) or not request_id:
+    if peer is None or not is_text(request_id, ID_LIMIT_BYTES):
         return None
     if blocks is None or (blocks_needed and not blocks):
         return None
@@ -63,7 +78,7 @@ def remote_of(params: Mapping[str, Any] | None, *, blocks_needed: bool = True) -
 def _peer(params: Mapping[str, Any]) -> Peer | None:
     engine_id, host, port = (params.get(name) for name in ("remote_engine_id", "remote_host", "remote_port"))
     tp_size = params.get("tp_size", 1)
-    if not (isinstance(engine_id, str) and engine_id and isinstance(host, str) and host):
+    if not (is_text(engine_id, ID_LIMIT_BYTES) and is_text(host, HOST_LIMIT_BYTES)):
         return None
     if not (_is_int(port) and 0 < port < 65536 and _is_int(tp_size) and 1 <= tp_size <= 1024):
         return None
@@ -78,7 +93,7 @@ def _flat(told: object) -> tuple[int, ...] | None:
         return None
     if len(told) == 1 and isinstance(told[0], Sequence) and not isinstance(told[0], str):
         told = told[0]
-    if len(told) > MAX_BLOCKS or not all(_is_int(block) and 0 < block < 1 << 31 for block in told):
+    if len(told) > MAX_BLOCKS or not all(_is_int(block) and 0 < block <= MAX_BLOCK for block in told):
         return None
     return tuple(told)
 

@@ -3,6 +3,7 @@
 from collections import Counter
 from typing import NamedTuple
 
+from windtunnel.core.shown import shown
 from windtunnel.core.vllm.connector.config import KvTransferConfig
 from windtunnel.core.vllm.connector.params import Remote
 from windtunnel.core.vllm.connector.seam import Ask, AskHandshake, Handshake, HandshakeDone, Heartbeat, Notify, Peer
@@ -10,6 +11,8 @@ from windtunnel.core.vllm.connector.seam import Ask, AskHandshake, Handshake, Ha
 MAX_PEERS = 1024
 MAX_WAITING = 4096
 """Asks that wait for one handshake."""
+IDS_A_BEAT = 512
+"""Ids in one heartbeat: with the longest ones it fits into one message of the data plane."""
 
 
 class PeerBook:
@@ -58,10 +61,11 @@ class PeerBook:
 
     def _mismatch(self, peer: Peer, answer: Handshake) -> str | None:
         if answer.engine_id != peer.engine_id:
-            return f"Remote NIXL agent engine ID mismatch. Expected {peer.engine_id}, received {answer.engine_id}."
+            expected, received = shown(peer.engine_id), shown(answer.engine_id)
+            return f"Remote NIXL agent engine ID mismatch. Expected {expected}, received {received}."
         mine = self._config.compatibility_hash
         if self._config.enforce_handshake_compat and answer.compatibility_hash != mine:
-            return f"NIXL compatibility hash mismatch. Local: {mine}, Remote: {answer.compatibility_hash}."
+            return f"NIXL compatibility hash mismatch. Local: {mine}, Remote: {shown(answer.compatibility_hash)}."
         return None
 
     def given_up(self, peer: Peer) -> list[Ask] | None:
@@ -117,8 +121,12 @@ class Heart:
 
     def beat(self, now_ns: int) -> list[Notify]:
         self._last_ns = now_ns
-        return [Notify(beat.peer, Heartbeat(tuple(beat.wanted))) for beat in self._beats.values()]
+        return [Notify(beat.peer, Heartbeat(ids)) for beat in self._beats.values() for ids in _portions(tuple(beat.wanted))]
 
     def clear(self) -> None:
         self._beats.clear()
         self._remotes.clear()
+
+
+def _portions(ids: tuple[str, ...]) -> list[tuple[str, ...]]:
+    return [ids[at : at + IDS_A_BEAT] for at in range(0, len(ids), IDS_A_BEAT)]
