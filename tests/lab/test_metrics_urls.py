@@ -1,10 +1,11 @@
 """Metrics that somebody asked for are there, or the storm does not begin."""
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
 import pytest
 from tests.lab.conftest import server_command
-from tests.lab.fake_server import FakeServer
+from tests.lab.fake_server import FakeServer, answer
 
 from windtunnel.lab.document import storm_report
 from windtunnel.lab.experiment import Options, run_experiment
@@ -12,7 +13,7 @@ from windtunnel.lab.experiment_file import Environment, parse, storm_plan
 from windtunnel.lab.progress import print_storm
 from windtunnel.lab.record import StormResult
 from windtunnel.lab.storm import run_storm
-from windtunnel.lab.target import TargetError, make_target, parse_metrics_url
+from windtunnel.lab.target import TargetError, find_model, make_target, parse_metrics_url
 
 SMALL = {"victims": 2, "bystanders": 2, "later": 1, "sample_every": "10ms", "victim": {"max_tokens": 400}}
 
@@ -70,6 +71,21 @@ async def test_an_arms_metrics_are_there(text: str) -> None:
     both = experiment.model_copy(update={"arms": experiment.arms.model_copy(update={"control": experiment.arms.treatment})})
     with pytest.raises(Environment, match="--watch nosuchgauge"):
         await run_experiment(both, Options(trials=1))
+
+
+@pytest.mark.parametrize(
+    ("status", "told"), [(401, "status 401: the server wants a key.*headers ="), (500, "status 500; .*model =")]
+)
+async def test_why_no_model_is_listed(status: int, told: str) -> None:
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        await answer(writer, status, '{"error": "Unauthorized"}')
+        writer.close()
+
+    server = await asyncio.start_server(refuse, "127.0.0.1", 0)
+    async with server:
+        with pytest.raises(TargetError, match=told):
+            await find_model(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", {})
 
 
 def test_one_url_each() -> None:

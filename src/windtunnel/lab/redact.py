@@ -1,8 +1,8 @@
 """Takes keys and personal data out of documents before anybody sees them.
 
 What is replaced: the values of secret headers and variables by their exact text, wherever they turn up (an error body may echo
-them); what follows the name of a secret (`is_secret`) in a flag, a variable, a header, a URL's query, JSON or a Python repr; what
-is a key by its form; user names in home folders, and e-mail addresses. A secret that has none of these is not recognised.
+them); what follows the name of a secret (`is_secret`) in a flag, a variable, a header, a URL's query, JSON or a Python repr;
+what is a key by its form; user names in home folders, and e-mail addresses. A secret that has none of these is not recognised.
 """
 
 import re
@@ -46,7 +46,7 @@ _PATTERNS: tuple[tuple[re.Pattern[str], str], ...] = (
 
 
 def is_secret(name: str, *, spoken: bool = False) -> bool:
-    """Whether what has this name is a secret; `spoken` where the name is a flag's or of a URL's query: `key` alone is one there."""
+    """Whether what has this name is a secret; `spoken` where a flag or a parameter of a URL has it: `key` alone is one there."""
     words = [word.lower() for word in _WORD.findall(name)]
     if words[-2:] == ["key", "id"]:
         words.pop()

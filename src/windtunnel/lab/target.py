@@ -403,6 +403,13 @@ def make_target(
     return Target(origin, model, dict(headers or {}), metrics, tuple(watch))
 
 
+_NAME_MODEL = "name one with --model, in an experiment file with model = in the arm"
+_SEND_KEY = (
+    "send it with --header 'Authorization: Bearer KEY', in an experiment file with headers = { Authorization = \"Bearer KEY\" }"
+    " in the arm"
+)
+
+
 async def find_model(target_url: str, headers: Mapping[str, str]) -> str:
     """The first model id of `/v1/models`, or what a gRPC worker calls its model. Raises TargetError."""
     origin = parse_origin(target_url)
@@ -413,13 +420,18 @@ async def find_model(target_url: str, headers: Mapping[str, str]) -> str:
     try:
         async with asyncio.timeout(MODELS_PATIENCE_S):
             answer = await fetch(origin, "GET", path, headers)
-        return str(json.loads(answer.body)["data"][0]["id"])
     except TimeoutError:
         raise TargetError(f"{origin.url}{path}: no answer within {MODELS_PATIENCE_S} s") from None
     except (OSError, ConnectionCut, MalformedResponse) as error:
         raise TargetError(f"{origin.url}{path}: {error}") from error
+    if answer.status in (401, 403):
+        raise TargetError(f"{origin.url}{path}: status {answer.status}: the server wants a key; {_SEND_KEY}")
+    if answer.status != 200:
+        raise TargetError(f"{origin.url}{path}: status {answer.status}; {_NAME_MODEL}")
+    try:
+        return str(json.loads(answer.body)["data"][0]["id"])
     except (ValueError, LookupError, TypeError) as error:
-        raise TargetError(f"{origin.url}{path} does not list a model; name one with --model") from error
+        raise TargetError(f"{origin.url}{path} does not list a model; {_NAME_MODEL}") from error
 
 
 async def _look(origin: Origin) -> "Worker":
