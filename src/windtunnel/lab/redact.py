@@ -46,7 +46,7 @@ _PATTERNS: tuple[tuple[re.Pattern[str], str], ...] = (
 
 
 def is_secret(name: str, *, spoken: bool = False) -> bool:
-    """Whether what has this name is a secret; `spoken` where a flag or a parameter of a URL has it: `key` alone is one there."""
+    """Whether what has this name is a secret; `spoken` where a flag or a URL's parameter has it: `key` alone is one there."""
     words = [word.lower() for word in _WORD.findall(name)]
     if words[-2:] == ["key", "id"]:
         words.pop()
