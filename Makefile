@@ -5,9 +5,14 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 ROUTERS := .venv-routers
 ROUTERS_READY := $(ROUTERS)/.ready
+LITELLM := .venv-litellm
+LITELLM_READY := $(LITELLM)/.ready
+BENCHMARKS := .venv-benchmarks
+BENCHMARKS_READY := $(BENCHMARKS)/.ready
+TORCH ?= torch==2.13.0
 UV_VENV := build/uv
 
-.PHONY: all demo test check format bench swarm conformance routers compat lock clean
+.PHONY: all demo test check format bench swarm conformance routers clients compat compat-routers compat-clients lock clean
 all: $(READY)
 
 # The interpreter is tried, not only found: a version manager's shim may exist without a Python behind it.
@@ -67,11 +72,26 @@ $(ROUTERS_READY): requirements-routers.lock
 	@$(ROUTERS)/bin/python $(PIP_INSTALL) --force-reinstall --no-deps --require-hashes -r $(ROUTERS)/smg.lock
 	@touch $@
 
-# What they do with our workers, against docs/compat. `make compat WRITE=--write` writes those pages.
-compat: $(READY) $(ROUTERS_READY)
-	$(BIN)/python -m tests.compat $(WRITE)
+# A large proxy (756 MB) and benchmark clients (2.5 GB), whose dependencies exclude each other; no test needs them.
+clients: $(LITELLM_READY) $(BENCHMARKS_READY)
+$(LITELLM_READY): requirements-litellm.lock
+	@$(find_python); echo "building $(LITELLM) with $$python"; $$python -m venv --clear $(LITELLM)
+	@$(LITELLM)/bin/python $(PIP_INSTALL) --require-hashes -r requirements-litellm.lock
+	@touch $@
+$(BENCHMARKS_READY): requirements-benchmarks.lock
+	@$(find_python); echo "building $(BENCHMARKS) with $$python"; $$python -m venv --clear $(BENCHMARKS)
+	@$(BENCHMARKS)/bin/python $(PIP_INSTALL) --no-deps --require-hashes -r requirements-benchmarks.lock
+	@$(BENCHMARKS)/bin/python $(PIP_INSTALL) "$(TORCH)"
+	@touch $@
 
-# One lock for every Python from 3.11 on; run it after a change of dependencies in pyproject.toml or requirements-routers.in.
+# What they do with our workers, against docs/compat. `make compat WRITE=--write` writes those pages.
+compat: compat-routers compat-clients
+compat-routers: $(READY) $(ROUTERS_READY)
+	$(BIN)/python -m tests.compat $(WRITE) --peer sglang-router --peer smg --peer vllm-router
+compat-clients: $(READY) $(LITELLM_READY) $(BENCHMARKS_READY)
+	$(BIN)/python -m tests.compat $(WRITE) --peer litellm --peer guidellm --peer aiperf
+
+# One lock for every Python from 3.11 on; run it after a change of dependencies in pyproject.toml or a requirements-*.in.
 COMPILE := $(UV_VENV)/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
   --no-emit-find-links --custom-compile-command "make lock"
 lock:
@@ -79,6 +99,8 @@ lock:
 	@$(UV_VENV)/bin/python $(PIP_INSTALL) uv
 	$(COMPILE) --extra dev --output-file requirements.lock pyproject.toml
 	$(COMPILE) --output-file requirements-routers.lock requirements-routers.in
+	$(COMPILE) --output-file requirements-litellm.lock requirements-litellm.in
+	$(COMPILE) --override requirements-no-torch.txt --output-file requirements-benchmarks.lock requirements-benchmarks.in
 
 clean:
-	rm -rf $(VENV) $(ROUTERS) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(ROUTERS) $(LITELLM) $(BENCHMARKS) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

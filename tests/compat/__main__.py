@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from tests.compat import page, peers
 from tests.compat.all import PEERS
-from tests.compat.modes import Peer
-from tests.compat.run import NOT_HERE, Found, run_peer
+from tests.compat.modes import NOT_HERE, Peer
+from tests.compat.run import Found, run_peer
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -158,6 +158,8 @@ async def failing(site: Site, status: int, workers: slice, *, stream: bool = Fal
     for worker in site.workers[workers]:
         worker.failing = status
     answers = [await site.post(CHAT, _chat(stream=stream)) for _ in range(requests)]
+    while site.mode.random and not any(worker.asked for worker in site.workers[workers]):
+        answers.append(await site.post(CHAT, _chat(stream=stream)))
     told = sorted({answer.status_code for answer in answers})
     attempts = sum(worker.asked for worker in site.workers[workers])
     if told == [200]:
@@ -271,6 +273,10 @@ def _regular(mode: Mode) -> bool:
     return not mode.pd
 
 
+def _in_turns(mode: Mode) -> bool:
+    return not (mode.pd or mode.random)
+
+
 def _both(first: Callable[[Mode], bool], second: Callable[[Mode], bool]) -> Callable[[Mode], bool]:
     return lambda mode: first(mode) and second(mode)
 
@@ -319,7 +325,7 @@ CASES: tuple[Case, ...] = (
     ),
     Case("`/v1/models`", listed),
     *(Case(one.row, partial(same, one=one)) for one in SAME),
-    Case("four requests at two workers", turns, _regular),
+    Case("four requests at two workers", turns, _in_turns),
     Case("`max_tokens` arrives as", renamed, _http),
     Case("an unknown field is", unknown_field, _http),
     Case("`model` of `/generate` arrives as", model_of_generate, _sglang),

@@ -1,8 +1,11 @@
 """What a peer is, as data: how it is started, in front of which workers, and what is tried there."""
 
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+NOT_HERE = "–"
+"""The row means nothing in this mode."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,11 @@ class Mode:
     """The router takes its workers by `POST /workers` after its start."""
     balanced: bool = True
     """Equal requests reach every worker."""
+    random: bool = False
+    """A worker is drawn for each request, and one that has failed is left out for a while."""
+    config: str = ""
+    """The text of a file, with the same places as `words`, where it is `{config}`."""
+    environment: Mapping[str, str] = field(default_factory=dict)
     not_run: str = ""
     """Why it is not tried; such a column is told as it is."""
 
@@ -38,7 +46,11 @@ class Mode:
 
     def serve_flags(self, role: str, port: int, bootstrap_port: int) -> list[str]:
         """Of `windtunnel serve`, as they are tried."""
-        return ["wt-model", *self.shown_flags(role, port, bootstrap_port), *_TRIED, *_TRIED_BY_ENGINE[self.engine, role]]
+        return ["wt-model", *_TRIED, *_TRIED_BY_ENGINE[self.engine, role], *self.shown_flags(role, port, bootstrap_port)]
+
+    def plain_flags(self, role: str, port: int, bootstrap_port: int) -> list[str]:
+        """Of a server whose times are its own."""
+        return ["wt-model", *self.shown_flags(role, port, bootstrap_port), "--disable-access-log"]
 
     def shown_flags(self, role: str, port: int, bootstrap_port: int, events_port: int = 0) -> list[str]:
         """Those of them that the mode needs. Events of port 0 are published on a free one."""
@@ -95,6 +107,15 @@ class Setup:
     """Tried by `make compat` only, for the time it takes."""
 
 
+class Trial(Protocol):
+    """What is tried with a peer that is no router: one run of it against one server gives a cell for each row."""
+
+    @property
+    def rows(self) -> Sequence[str]: ...
+
+    async def run(self, mode: Mode, program: str) -> dict[str, str]: ...
+
+
 @dataclass(frozen=True)
 class Peer:
     """One page. `program` is looked for by `tests.compat.peers`; `package` says whose version is printed."""
@@ -104,3 +125,5 @@ class Peer:
     program: str
     modes: tuple[Mode, ...] = ()
     setups: tuple[Setup, ...] = ()
+    trial: Trial | None = None
+    """In place of the routers' table."""

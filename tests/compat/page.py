@@ -43,18 +43,24 @@ def _started(peer: Peer, mode: Mode) -> str:
         grpc = [] if not mode.grpc else ["--grpc-port", str(9201 + number)]
         flags = mode.shown_flags(role, 8201 + number, 8998 + number, 5557 + number)
         lines.append(f"    windtunnel serve wt-model {' '.join([*flags, *grpc])}")
-    lines.append(f"    {peer.program} {_shown(mode)}")
+    set_to = "".join(f"{name}={value} " for name, value in mode.environment.items())
+    lines.append(f"    {set_to}{peer.program} {_shown(mode, mode.words)}")
+    lines += (
+        ["", "with `config.yaml`", "", *(f"    {line}" for line in _shown(mode, mode.config).splitlines())]
+        if mode.config
+        else []
+    )
     return "\n".join(lines)
 
 
-def _shown(mode: Mode) -> str:
+def _shown(mode: Mode, text: str) -> str:
     def one(place: re.Match[str]) -> str:
         kind, number = place[1], int(place[2])
         if kind == "url" and mode.grpc:
             return f"grpc://127.0.0.1:{9201 + number}"
         return _ADDRESSES[kind].format(_FIRST_PORTS[kind] + number)
 
-    return _PLACE.sub(one, mode.words).format(port=8300, metrics_port=8301)
+    return _PLACE.sub(one, text).format(port=8300, metrics_port=8301, config="config.yaml", tokenizer="TOKENIZER", folder="OUT")
 
 
 def committed(peer: Peer) -> str:

@@ -1,7 +1,7 @@
 """Where the real peers are: programs of environments of their own, never imported here.
 
-`WINDTUNNEL_ROUTERS` names the folder of their programs (several, separated as in PATH); without it `.venv-routers/bin` is
-looked into, which `make routers` builds from requirements-routers.lock.
+`WINDTUNNEL_ROUTERS` names the folder of their programs (several, separated as in PATH); without it those of the environments
+are looked into that `make routers` and `make clients` build from locks.
 """
 
 import os
@@ -13,13 +13,14 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 VARIABLE = "WINDTUNNEL_ROUTERS"
-HINT = f"run `make routers`, or let {VARIABLE} name the folder of its programs"
+HINT = f"run `make routers` or `make clients`, or let {VARIABLE} name the folder of its programs"
 _ASK_S = 60
+_BUILT = (".venv-routers", ".venv-litellm", ".venv-benchmarks")
 
 
 def folders() -> list[Path]:
     told = os.environ.get(VARIABLE)
-    return [Path(part) for part in told.split(os.pathsep)] if told else [ROOT / ".venv-routers" / "bin"]
+    return [Path(part) for part in told.split(os.pathsep)] if told else [ROOT / name / "bin" for name in _BUILT]
 
 
 def find(program: str) -> Path | None:

@@ -9,11 +9,9 @@ from pathlib import Path
 
 from tests.compat import peers
 from tests.compat.cases import CASES, Case
-from tests.compat.modes import Mode, Peer
+from tests.compat.modes import NOT_HERE, Mode, Peer, Trial
 from tests.compat.site import Probe, Site, site
 
-NOT_HERE = "–"
-"""The row means nothing in this mode."""
 CASE_S = 40
 Tell = Callable[[str], None]
 Cells = dict[tuple[str, str], str]
@@ -35,6 +33,8 @@ def columns(peer: Peer) -> list[str]:
 
 
 def rows(peer: Peer) -> list[str]:
+    if peer.trial is not None:
+        return list(peer.trial.rows)
     return [case.row for case in CASES if any(case.where(mode) for mode in peer.modes)]
 
 
@@ -42,7 +42,7 @@ async def run_peer(peer: Peer, program: Path, tell: Tell) -> Found:
     cells: Cells = {}
     for mode in peer.modes:
         tell(f"{peer.name}: {mode.name}")
-        cells |= await run_mode(mode, str(program))
+        cells |= await (run_mode(mode, str(program)) if peer.trial is None else run_trial(peer.trial, mode, str(program)))
     for setup in peer.setups:
         tell(f"{peer.name}: {setup.row}")
         cells[setup.row, SETUPS] = setup.mode.not_run or await run_alone(setup.mode, str(program), setup.probe)
@@ -59,6 +59,11 @@ async def run_mode(mode: Mode, program: str, cases: Sequence[Case] = CASES) -> C
                 if case.where(mode):
                     cells[case.row, mode.name] = await _tried(case, made)
     return cells
+
+
+async def run_trial(trial: Trial, mode: Mode, program: str) -> Cells:
+    with quiet():
+        return {(row, mode.name): cell for row, cell in (await trial.run(mode, program)).items()}
 
 
 async def _tried(case: Case, made: Site) -> str:

@@ -3,9 +3,12 @@
 import asyncio
 import contextlib
 import json
+import os
 import socket
+import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,12 +21,13 @@ from windtunnel.serve.http11 import LINE, ClientLine
 from windtunnel.serve.up.routers import Worker as ToldWorker
 from windtunnel.serve.up.routers import registration
 
-START_S = 60
+START_S = 120
 ANSWER_S = 30
 FREE_S = 1.5
 """A worker that still works for a client that left so long ago is not freed by its leaving."""
 POLL_S = 0.005
 MODEL = "wt-model"
+HELLO = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
 
 
 def free_port() -> int:
@@ -54,8 +58,8 @@ class Worker:
     """Generating requests that reached it, over HTTP or gRPC."""
     heard: list[Heard] = field(default_factory=list)
     lines: list[ClientLine] = field(default_factory=list)
-    visited: bool = False
-    """Anything has reached it over HTTP, such as a look at its health."""
+    visits: set[str] = field(default_factory=set)
+    """Paths that were asked for over HTTP, such as that of its health."""
 
     @property
     def url(self) -> str:
@@ -99,7 +103,7 @@ class Worker:
 
         async def recording(scope: Any, receive: Any, send: Any) -> None:
             data = bytearray()
-            self.visited = True
+            self.visits.add(scope["path"])
             if scope["path"] in GENERATING:
                 self.lines.append(scope[LINE])
 
@@ -171,6 +175,8 @@ class Site:
             worker.forget()
             worker.live.server.jobs.abort_all()
         assert await self.until(lambda: not self.busy()), f"not empty: {self.busy()}"
+        while self.mode.random and not all(worker.asked for worker in self.workers):
+            await self.post("/v1/chat/completions", HELLO)
         for worker in self.workers:
             worker.forget()
             worker.live.server.engine.check_integrity()
@@ -180,11 +186,13 @@ class Site:
 async def site(mode: Mode, program: str) -> AsyncIterator[Site]:
     """Raises TimeoutError when the router does not come up."""
     async with contextlib.AsyncExitStack() as stack:
-        workers = [await stack.enter_async_context(_worker(mode, role)) for role in mode.roles]
+        workers = [await stack.enter_async_context(worker(mode, role, mode.serve_flags)) for role in mode.roles]
         reference = await stack.enter_async_context(serving(parse_args(mode.serve_flags("worker", free_port(), 0)).config))
         client = await stack.enter_async_context(httpx.AsyncClient(trust_env=False, timeout=ANSWER_S))
         port, metrics_port = free_port(), free_port()
-        await stack.enter_async_context(_running([program, *_words(mode, workers, port, metrics_port)]))
+        places = _places(workers) | {"port": port, "metrics_port": metrics_port}
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        await stack.enter_async_context(running(mode, program, places, folder))
         urls = [f"http://127.0.0.1:{one}" for one in (port, metrics_port)]
         made = Site(mode, urls[0], f"{urls[1]}/metrics", workers, reference, client)
         async with asyncio.timeout(START_S):
@@ -193,35 +201,48 @@ async def site(mode: Mode, program: str) -> AsyncIterator[Site]:
 
 
 @contextlib.asynccontextmanager
-async def _worker(mode: Mode, role: str) -> AsyncIterator[Worker]:
+async def worker(mode: Mode, role: str, flags: Callable[[str, int, int], list[str]]) -> AsyncIterator[Worker]:
     bootstrap = free_port()
-    async with serving(parse_args(mode.serve_flags(role, free_port(), bootstrap)).config) as live:
+    async with serving(parse_args(flags(role, free_port(), bootstrap)).config) as live:
         front = await grpc_front.start(live.server) if mode.grpc else None
         try:
-            worker = Worker(role, live, bootstrap, front.port if front else None)
-            worker.watch()
-            yield worker
+            made = Worker(role, live, bootstrap, front.port if front else None)
+            made.watch()
+            yield made
         finally:
             if front is not None:
                 await front.stop(0)
 
 
-def _words(mode: Mode, workers: Sequence[Worker], port: int, metrics_port: int) -> list[str]:
-    places: dict[str, Any] = {"port": port, "metrics_port": metrics_port}
+def _places(workers: Sequence[Worker]) -> dict[str, Any]:
+    places: dict[str, Any] = {}
     for number, worker in enumerate(workers):
         places |= {f"url{number}": worker.url, f"bootstrap{number}": worker.bootstrap_port}
         for source in worker.live.server.kv_event_sources.values():
             places[f"events{number}"] = f"tcp://127.0.0.1:{source['endpoint'].rsplit(':', 1)[1]}"
-    return mode.words.format(**places).split()
+    return places
+
+
+def command(mode: Mode, program: str, places: Mapping[str, Any], folder: Path) -> list[str]:
+    """With its places filled in. The file that it may need is written to the folder."""
+    if mode.config:
+        (folder / "config.yaml").write_text(mode.config.format(**places))
+    return [program, *mode.words.format(**places, config=folder / "config.yaml").split()]
 
 
 @contextlib.asynccontextmanager
-async def _running(command: Sequence[str]) -> AsyncIterator[None]:
+async def running(
+    mode: Mode, program: str, places: Mapping[str, Any], folder: Path
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    """The peer's process, which is ended with the block."""
     process = await asyncio.create_subprocess_exec(
-        *command, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL
+        *command(mode, program, places, folder),
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.DEVNULL,
+        env=os.environ | mode.environment,
     )
     try:
-        yield
+        yield process
     finally:
         if process.returncode is None:
             process.kill()
@@ -238,9 +259,8 @@ async def _ready(made: Site) -> None:
                     made.client, made.url, zip(made.mode.roles, (worker.url for worker in made.workers), strict=True)
                 )
                 joined = True
-            chat = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
-            answer = await made.post("/v1/chat/completions", chat)
-            seen = all(worker.asked if made.mode.balanced else worker.visited or made.mode.grpc for worker in made.workers)
+            answer = await made.post("/v1/chat/completions", HELLO)
+            seen = all(worker.asked if made.mode.balanced else worker.visits or made.mode.grpc for worker in made.workers)
             if joined and seen and answer.status_code == 200:
                 return await made.settle()
         await asyncio.sleep(0.05)

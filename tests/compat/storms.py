@@ -8,8 +8,10 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import sys
-from collections.abc import AsyncIterator, Sequence
+import tempfile
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ import httpx
 from tests.compat import peers
 from tests.compat.all import PEERS
 from tests.compat.modes import Mode
-from tests.compat.site import START_S, free_port, register
+from tests.compat.site import START_S, command, free_port, register
 
 PACE = ("--disable-access-log", "--ttft", "20ms", "--itl", "5ms")
 SLOW = ("--disable-access-log", "--ttft", "2s", "--itl", "5ms")
@@ -33,9 +35,9 @@ STORM_S = 300
 
 
 @contextlib.asynccontextmanager
-async def _process(*command: str, log: Path) -> AsyncIterator[None]:
+async def _process(*words: str, log: Path, environment: Mapping[str, str]) -> AsyncIterator[None]:
     with log.open("ab") as out:
-        process = await asyncio.create_subprocess_exec(*command, stdout=out, stderr=out)
+        process = await asyncio.create_subprocess_exec(*words, stdout=out, stderr=out, env=os.environ | environment)
         try:
             yield
         finally:
@@ -61,10 +63,12 @@ async def fleet(mode: Mode, program: str, pace: Sequence[str], log: Path) -> Asy
             spoken = f"grpc://127.0.0.1:{grpc}" if mode.grpc else urls[-1]
             places |= {f"url{number}": spoken, f"bootstrap{number}": bootstrap}
             flags = [*mode.shown_flags(role, port, bootstrap), *pace, *(["--grpc-port", str(grpc)] if mode.grpc else [])]
-            command = (sys.executable, "-m", "windtunnel", "serve", "wt-model", *flags)
-            await stack.enter_async_context(_process(*command, log=log))
+            serve = (sys.executable, "-m", "windtunnel", "serve", "wt-model", *flags)
+            await stack.enter_async_context(_process(*serve, log=log, environment={}))
         await _up([f"{url}/health" for url in urls])
-        await stack.enter_async_context(_process(program, *mode.words.format(**places).split(), log=log))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        words = command(mode, program, places, folder)
+        await stack.enter_async_context(_process(*words, log=log, environment=mode.environment))
         router = f"http://127.0.0.1:{places['port']}"
         if mode.registers:
             await _up([f"{router}/liveness"])
@@ -97,11 +101,11 @@ async def _ok(asking: Any) -> bool:
 
 async def storm(router: str, workers: Sequence[str], words: str) -> dict[str, Any]:
     metrics = [word for url in workers for word in ("--metrics-url", f"{url}/metrics")]
-    command = ["-m", "windtunnel", "storm", router, "--model", "wt-model", *metrics, *words.split(), *_COMMON.split(), "--json"]
-    process = await asyncio.create_subprocess_exec(sys.executable, *command, stdout=asyncio.subprocess.PIPE)
+    told = ["-m", "windtunnel", "storm", router, "--model", "wt-model", *metrics, *words.split(), *_COMMON.split(), "--json"]
+    process = await asyncio.create_subprocess_exec(sys.executable, *told, stdout=asyncio.subprocess.PIPE)
     async with asyncio.timeout(STORM_S):
-        told, _ = await process.communicate()
-    return json.loads(told) if told.strip() else {"findings": [], "failed": process.returncode}
+        output, _ = await process.communicate()
+    return json.loads(output) if output.strip() else {"findings": [], "failed": process.returncode}
 
 
 async def run(wanted: Sequence[str], part: str, out: Path) -> None:
@@ -111,7 +115,7 @@ async def run(wanted: Sequence[str], part: str, out: Path) -> None:
             continue
         for mode in peer.modes:
             for name, (pace, words) in STORMS.items():
-                if mode.not_run or part not in mode.name:
+                if mode.not_run or peer.trial is not None or part not in mode.name:
                     continue
                 label = f"{peer.name} {peers.version(peer.package, program)}, {mode.name}, {name}"
                 slug = label.replace(" ", "-").replace(",", "").replace("/", "")

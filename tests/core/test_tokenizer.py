@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from windtunnel.core import oracle
 from windtunnel.core import tokenizer as tokenizer_module
-from windtunnel.core.tokenizer import SPECIAL_TOKENS, BuiltinTokenizer
+from windtunnel.core.tokenizer import SPECIAL_TOKENS, BuiltinTokenizer, TemplateOptions
 from windtunnel.core.words import WORDS
 
 TOKENIZER = BuiltinTokenizer()
@@ -90,10 +90,10 @@ def test_chat_template() -> None:
     assert TOKENIZER.apply_chat_template(messages) == (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     )
-    assert TOKENIZER.apply_chat_template(messages, continue_final_message=True).endswith("user\nHi")
-    assert TOKENIZER.apply_chat_template(messages, add_generation_prompt=False).endswith("Hi<|im_end|>\n")
+    assert TOKENIZER.apply_chat_template(messages, TemplateOptions(continue_final_message=True)).endswith("user\nHi")
+    assert TOKENIZER.apply_chat_template(messages, TemplateOptions(add_generation_prompt=False)).endswith("Hi<|im_end|>\n")
     with pytest.raises(ValueError, match="one fixed chat template"):
-        TOKENIZER.apply_chat_template(messages, chat_template="{{ messages }}")
+        TOKENIZER.apply_chat_template(messages, TemplateOptions(chat_template="{{ messages }}"))
 
 
 def test_special_tokens_are_single_tokens_and_hidden_by_default() -> None:

@@ -2,14 +2,14 @@
 
 import pytest
 from tests.compat import page, peers
-from tests.compat.all import PEERS
+from tests.compat.all import CLIENTS, ROUTERS
 from tests.compat.cases import CASES
-from tests.compat.modes import Mode, Peer, Setup
-from tests.compat.run import NOT_HERE, SETUPS, run_alone, run_mode
+from tests.compat.modes import NOT_HERE, Mode, Peer, Setup
+from tests.compat.run import SETUPS, columns, rows, run_alone, run_mode
 
 QUICK = tuple(case for case in CASES if not case.thorough)
-MODES = [(peer, mode) for peer in PEERS for mode in peer.modes if not mode.not_run]
-SETUP_ROWS = [(peer, setup) for peer in PEERS for setup in peer.setups if not setup.thorough and not setup.mode.not_run]
+MODES = [(peer, mode) for peer in ROUTERS for mode in peer.modes if not mode.not_run]
+SETUP_ROWS = [(peer, setup) for peer in ROUTERS for setup in peer.setups if not setup.thorough and not setup.mode.not_run]
 MUST_WORK = ("`/v1/chat/completions`", "`/v1/chat/completions`, streamed", "`/v1/completions`", "stop string", "300 tokens")
 MUST_FREE = ("the client leaves a stream", "the client leaves before its whole answer")
 
@@ -31,16 +31,35 @@ async def test_a_setup_is_as_its_page_says(peer: Peer, setup: Setup) -> None:
     assert await run_alone(setup.mode, peers.program(peer.program), setup.probe) == page.cells(peer)[setup.row, SETUPS]
 
 
-@pytest.mark.parametrize("peer", PEERS, ids=[peer.name for peer in PEERS])
+@pytest.mark.parametrize("peer", ROUTERS, ids=[peer.name for peer in ROUTERS])
 def test_what_must_work_does(peer: Peer) -> None:
     """Whatever a run once wrote: these cells may not become anything else."""
     told = page.cells(peer)
     for mode in peer.modes:
-        for rows, wanted in ((MUST_WORK, "works"), (MUST_FREE, "freed")):
-            assert mode.not_run or {told[row, mode.name] for row in rows} == {wanted}, mode.name
+        for named, wanted in ((MUST_WORK, "works"), (MUST_FREE, "freed")):
+            assert mode.not_run or {told[row, mode.name] for row in named} == {wanted}, mode.name
 
 
 def test_events_steer_a_router() -> None:
-    (vllm_router,) = (peer for peer in PEERS if peer.name == "vllm-router")
+    (vllm_router,) = (peer for peer in ROUTERS if peer.name == "vllm-router")
     (row,) = (setup.row for setup in vllm_router.setups if "kv_aware" in setup.row)
     assert page.cells(vllm_router)[row, SETUPS] == "works"
+
+
+@pytest.mark.parametrize("peer", CLIENTS, ids=[peer.name for peer in CLIENTS])
+def test_a_page_of_a_client_has_every_cell(peer: Peer) -> None:
+    """Their programs are too large for the suite; what `make compat` wrote must be of this table, and must not have failed."""
+    told = page.cells(peer)
+    wanted = {(row, name) for row in rows(peer) for name in columns(peer)} | {(setup.row, SETUPS) for setup in peer.setups}
+    assert set(told) == wanted
+    assert not [
+        cell for cell in told.values() if cell.startswith(("fails", "no end", "exit code", "no:")) and "404" not in cell
+    ]
+
+
+@pytest.mark.parametrize("peer", [peer for peer in CLIENTS if peer.trial], ids=lambda peer: peer.name)
+def test_a_benchmark_measures_what_the_server_was_told(peer: Peer) -> None:
+    told = page.cells(peer)
+    measured = [row for row in rows(peer) if row.startswith(("ends", "median", "output tokens", "the server is empty"))]
+    assert len(measured) == 5
+    assert {told[row, name] for row in measured for name in columns(peer)} == {"works"}

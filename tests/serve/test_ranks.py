@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from tests.core.sglang.driving import request
 from tests.serve.golden import split
 from tests.serve.live import FOREVER_NS, LiveServer, RawClient, live, request_bytes
 from tests.serve.test_kv_events import ON, BlockIndex, cached, subscriber, words
@@ -17,6 +18,7 @@ from windtunnel.wire.kv_events import decode
 from windtunnel.wire.metrics import render
 
 BODY = {"model": "wt-model", "prompt": "storm [wt:7]", "max_tokens": 50, "ignore_eos": True, "stream": True}
+ASKED = request("any")
 SLOW = {"dev_mode": True, "pacing__itl_ns": FOREVER_NS, "data_parallel_size": 3}
 
 
@@ -26,27 +28,27 @@ def report(balancer: Balancer, rank: int, waiting: int, running: int, deferred: 
 
 def test_equal_ranks_take_turns_between_two_reports() -> None:
     balancer = Balancer(3)
-    assert [balancer.choose(MS) for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+    assert [balancer.choose(ASKED, MS) for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
 
 
 def test_a_waiting_request_weighs_as_much_as_four_running_ones() -> None:
     balancer = Balancer(2)
     report(balancer, 0, waiting=1, running=0)
     report(balancer, 1, waiting=0, running=5)
-    assert [balancer.choose(0), balancer.choose(0)] == [0, 1]
+    assert [balancer.choose(ASKED, 0), balancer.choose(ASKED, 0)] == [0, 1]
     balancer = Balancer(2)
     report(balancer, 0, waiting=0, running=0, deferred=2)
     report(balancer, 1, waiting=0, running=7)
-    assert balancer.choose(0) == 1
+    assert balancer.choose(ASKED, 0) == 1
 
 
 def test_reports_are_read_every_hundred_milliseconds() -> None:
     balancer = Balancer(2)
-    assert balancer.choose(0) == 0
+    assert balancer.choose(ASKED, 0) == 0
     report(balancer, 0, waiting=0, running=0)
     report(balancer, 1, waiting=0, running=50)
-    assert balancer.choose(REPORT_INTERVAL_NS - 1) == 1
-    assert [balancer.choose(REPORT_INTERVAL_NS + at) for at in range(3)] == [0, 0, 0]
+    assert balancer.choose(ASKED, REPORT_INTERVAL_NS - 1) == 1
+    assert [balancer.choose(ASKED, REPORT_INTERVAL_NS + at) for at in range(3)] == [0, 0, 0]
 
 
 def ranks(server: LiveServer) -> list[int]:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from windtunnel.core.tokenizer import BuiltinTokenizer, Tokenizer
+from windtunnel.core.tokenizer import BuiltinTokenizer, TemplateOptions, Tokenizer
 from windtunnel.core.words import WORDS
 from windtunnel.serve.tokenizers import load_tokenizer
 from windtunnel.wire.builtin_files import tokenizer_files
@@ -49,5 +49,5 @@ def test_the_same_conversations(loaded: Tokenizer, add: bool) -> None:
         {"role": "assistant", "content": ""},
         {"role": "user", "content": "  [wt:7]"},
     ]
-    expected = BUILTIN.apply_chat_template(messages, add_generation_prompt=add)
-    assert loaded.apply_chat_template(messages, add_generation_prompt=add) == expected
+    expected = BUILTIN.apply_chat_template(messages, TemplateOptions(add_generation_prompt=add))
+    assert loaded.apply_chat_template(messages, TemplateOptions(add_generation_prompt=add)) == expected

@@ -68,6 +68,8 @@ class BlockStored(NamedTuple):
     extra_keys: tuple[tuple[str | tuple[str, int], ...] | None, ...]
     """For each block: adapter, media as (identifier, offset in the block), salt."""
     medium: str = "GPU"
+    session_id: str | None = None
+    """Of the request that stored them."""
 
 
 class BlockRemoved(NamedTuple):

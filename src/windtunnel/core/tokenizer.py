@@ -9,6 +9,7 @@ hits the prefix cache.
 import codecs
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from windtunnel.core.words import WORDS
@@ -24,6 +25,21 @@ class Detokenizer(Protocol):
     def flush(self) -> str:
         """What is still held back, as replacement characters; call once, at the end."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateOptions:
+    """What a chat template is told besides the conversation."""
+
+    tools: Sequence[Mapping[str, Any]] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template: str | None = None
+    """In place of the tokenizer's own."""
+    kwargs: Mapping[str, Any] | None = None
+
+
+AS_USUAL = TemplateOptions()
 
 
 class Tokenizer(Protocol):
@@ -55,16 +71,7 @@ class Tokenizer(Protocol):
 
     def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer: ...
 
-    def apply_chat_template(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        chat_template: str | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
-    ) -> str:
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], options: TemplateOptions = AS_USUAL) -> str:
         """The prompt text of a conversation. Raises ValueError with the template's own message."""
         ...
 
@@ -167,26 +174,17 @@ class BuiltinTokenizer:
     def detokenizer(self, *, skip_special_tokens: bool = True) -> "BuiltinDetokenizer":
         return BuiltinDetokenizer(self, skip_special_tokens)
 
-    def apply_chat_template(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        chat_template: str | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
-    ) -> str:
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], options: TemplateOptions = AS_USUAL) -> str:
         """ChatML. Raises ValueError for a template of the caller's own: those need a real tokenizer folder."""
-        if chat_template is not None:
+        if options.chat_template is not None:
             raise ValueError(
                 "the built-in tokenizer has one fixed chat template; load a folder with --tokenizer to use another"
             )
-        parts = [_chatml("system", "Tools: " + repr([dict(tool) for tool in tools]))] if tools else []
+        parts = [_chatml("system", "Tools: " + repr([dict(tool) for tool in options.tools]))] if options.tools else []
         parts += [_chatml(str(message["role"]), _content_text(message)) for message in messages]
-        if continue_final_message and parts:
+        if options.continue_final_message and parts:
             parts[-1] = parts[-1].removesuffix("<|im_end|>\n")
-        elif add_generation_prompt:
+        elif options.add_generation_prompt:
             parts.append("<|im_start|>assistant\n")
         return "".join(parts)
 

@@ -1,9 +1,9 @@
 """Fault `cut-stream`: every second stream ends after a few frames without its terminator (vLLM #22341, Responses)."""
 
-import itertools
+from functools import partial
 from typing import Any
 
-from windtunnel.faults.proxy import Proxy
+from windtunnel.faults.proxy import Proxy, every_second
 from windtunnel.serve.seams import Seams
 
 
@@ -41,12 +41,7 @@ class CutStream:
         return CutStream(int(text))
 
     def attach(self, seams: Seams) -> Seams:
-        streams = itertools.count()
-
-        def wrap(sink: Any) -> Any:
-            return CuttingSink(sink, self._frames) if next(streams) % 2 else sink
-
-        return seams.around(sink=wrap)
+        return seams.around(sink=every_second(partial(CuttingSink, frames=self._frames)))
 
 
 FAULT = CutStream()

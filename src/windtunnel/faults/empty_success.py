@@ -1,10 +1,7 @@
 """Fault `empty-success`: every second stream is its terminator and nothing else, under 200 (vLLM #40978, #41929)."""
 
-import itertools
-from typing import Any
-
 from windtunnel.faults.family import attach_encoder
-from windtunnel.faults.proxy import Proxy
+from windtunnel.faults.proxy import Proxy, every_second
 from windtunnel.serve.seams import Seams
 from windtunnel.wire.family import Delta, Usage
 
@@ -27,12 +24,7 @@ class EmptySuccess:
     NAME = "empty-success"
 
     def attach(self, seams: Seams) -> Seams:
-        streams = itertools.count()
-
-        def wrap(encoder: Any, _family: str) -> Any:
-            return EmptyEncoder(encoder) if next(streams) % 2 else encoder
-
-        return attach_encoder(seams, wrap)
+        return attach_encoder(seams, every_second(EmptyEncoder))
 
 
 FAULT = EmptySuccess()

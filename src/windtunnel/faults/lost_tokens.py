@@ -1,10 +1,9 @@
 """Fault `lost-tokens`: every second stream loses one frame in its middle (what a check of the text must see)."""
 
-import itertools
 from typing import Any
 
 from windtunnel.faults.family import attach_encoder
-from windtunnel.faults.proxy import Proxy
+from windtunnel.faults.proxy import Proxy, every_second
 from windtunnel.serve.seams import Seams
 from windtunnel.wire.family import Delta, Usage
 
@@ -29,12 +28,7 @@ class LostTokens:
     NAME = "lost-tokens"
 
     def attach(self, seams: Seams) -> Seams:
-        streams = itertools.count()
-
-        def wrap(encoder: Any, _family: str) -> Any:
-            return LosingEncoder(encoder) if next(streams) % 2 else encoder
-
-        return attach_encoder(seams, wrap)
+        return attach_encoder(seams, every_second(LosingEncoder))
 
 
 FAULT = LostTokens()

@@ -12,6 +12,7 @@ from windtunnel.core.pacing import Pacing
 from windtunnel.core.tokenizer import Tokenizer
 from windtunnel.serve.asgi import Endpoint
 from windtunnel.serve.config import ServeConfig
+from windtunnel.serve.ranks import Placer
 from windtunnel.serve.seams import Seams
 from windtunnel.wire.env import ServerEnv
 from windtunnel.wire.family import Family
@@ -43,6 +44,10 @@ class Flavour(Protocol):
 
     def engine(self, config: Any, pacing: Pacing, chance: random.Random) -> Any:
         """The engine of one rank. `config` comes from `engine_config`."""
+        ...
+
+    def placer(self, engines: Sequence[Any]) -> Placer:
+        """How requests are spread over the data-parallel ranks."""
         ...
 
     def dead(self, engine: Any) -> bool: ...

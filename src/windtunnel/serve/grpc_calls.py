@@ -5,7 +5,6 @@ aborts its requests in the engine at once.
 """
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -24,7 +23,6 @@ from windtunnel.wire.output import ChoiceState
 if TYPE_CHECKING:
     from windtunnel.serve.state import Server
 
-_FAMILY = "grpc"
 _NO_BODY = b"{}"
 """Recorded answers to a whole HTTP body never match a message; those to a prompt do."""
 
@@ -45,26 +43,11 @@ MakeEncoder = Callable[[Any], MessageEncoder]
 """From the generation's spec."""
 
 
-async def generate(
-    server: "Server",
-    call: Any,
-    request: Any,
-    plan: Callable[[], Generation],
-    make: MakeEncoder,
-    kv_transfer: Callable[[], object] = lambda: None,
-) -> None:
-    """Plan, run and answer one request. Raises WireError for what is refused and for what fails.
-
-    `kv_transfer` reads the message's `kv_transfer_params`, for a refusal before there is a plan.
-    """
+async def generate(server: "Server", call: Any, request: Any, plan: Callable[[], Generation], make: MakeEncoder) -> None:
+    """Plan, run and answer one request. Raises WireError for what is refused and for what fails."""
     arrival_ns = now_ns()
     inject_failure(server, call)
-    try:
-        generation = await planned(server, request, plan)
-    except WireError:
-        with contextlib.suppress(WireError):
-            _release(server, kv_transfer())
-        raise
+    generation = await planned(server, request, plan)
     if server.recorded:
         generation = server.recorded.attach(generation, _NO_BODY)
     server.load += 1
@@ -186,15 +169,8 @@ def _started(
     """The job at work, and what to do when its client leaves. Raises WireError when the engine refuses it."""
     job = server.jobs.start(generation, answer, choices, arrival_ns)
     if isinstance(job, Refusal):
-        _release(server, generation.kv_transfer)
         raise refused(job)
     return job, Departure(server, job, answer, end, log_disconnect)
-
-
-def _release(server: "Server", kv_transfer: object) -> None:
-    """A prefill may hold blocks for this request, which its engine will never see."""
-    if kv_transfer is not None:
-        server.flavour.refused(server, _FAMILY, kv_transfer)
 
 
 def _choices(server: "Server", generation: Generation, *, keep: bool) -> list[ChoiceState]:

@@ -4,7 +4,8 @@ import hmac
 import logging
 import time
 import uuid
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from functools import partial
 from typing import Any
 
 from windtunnel.serve.asgi import Endpoint, Receive, Scope, Send, headers_of, send_error
@@ -22,15 +23,28 @@ class ApiKeys:
 
     def __init__(self, app: Endpoint, keys: Sequence[str]) -> None:
         self._app = app
-        self._keys = [f"Bearer {key}".encode() for key in keys]
+        self._keys = bearers(keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._keys and scope["type"] == "http" and scope["method"] != "OPTIONS" and scope["path"].startswith(_GUARDED):
-            given = headers_of(scope).get("authorization", "").encode("latin-1")
-            if not any(hmac.compare_digest(given, key) for key in self._keys):
-                await send_error(send, unauthorized())
-                return
-        await self._app(scope, receive, send)
+        if scope["type"] == "http" and scope["method"] != "OPTIONS" and not self.allowed(scope):
+            await send_error(send, unauthorized())
+        else:
+            await self._app(scope, receive, send)
+
+    def allowed(self, scope: Scope) -> bool:
+        return not scope["path"].startswith(_GUARDED) or bears_one(scope, self._keys)
+
+
+def bearers(keys: Sequence[str]) -> list[bytes]:
+    return [f"Bearer {key}".encode() for key in keys]
+
+
+def bears_one(scope: Scope, keys: Sequence[bytes]) -> bool:
+    """Whether the request has one of the keys, or there are none."""
+    if not keys:
+        return True
+    given = headers_of(scope).get("authorization", "").encode("latin-1")
+    return any(hmac.compare_digest(given, key) for key in keys)
 
 
 class RequestIds:
@@ -44,13 +58,7 @@ class RequestIds:
             await self._app(scope, receive, send)
             return
         request_id = headers_of(scope).get("x-request-id") or uuid.uuid4().hex
-
-        async def send_with_id(message: MutableMapping[str, Any]) -> None:
-            if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message["headers"], (b"x-request-id", request_id.encode("latin-1"))]}
-            await send(message)
-
-        await self._app(scope, receive, send_with_id)
+        await self._app(scope, receive, _with_headers(send, [(b"x-request-id", request_id.encode("latin-1"))]))
 
 
 class PodHeaders:
@@ -62,16 +70,38 @@ class PodHeaders:
         self._headers = [(key, value.encode("latin-1", "replace")) for key, value in told.items() if value]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not scope["path"].startswith(_GUARDED):
-            await self._app(scope, receive, send)
-            return
+        told = scope["type"] == "http" and scope["path"].startswith(_GUARDED)
+        await self._app(scope, receive, _with_headers(send, self._headers) if told else send)
 
-        async def send_with_pod(message: MutableMapping[str, Any]) -> None:
-            if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message["headers"], *self._headers]}
-            await send(message)
 
-        await self._app(scope, receive, send_with_pod)
+def _with_headers(send: Send, headers: Sequence[tuple[bytes, bytes]]) -> Send:
+    async def sending(message: MutableMapping[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message["headers"], *headers]}
+        await send(message)
+
+    return sending
+
+
+INTERNAL = WireError("Internal server error", 500, "InternalServerError")
+
+
+async def guarded(app: Endpoint, scope: Scope, receive: Receive, send: Send, fail: Callable[[Send], Awaitable[None]]) -> None:
+    """Log what the app raises. Before the head `fail` answers in its place; after it nobody can."""
+    started = False
+
+    async def watched(message: MutableMapping[str, Any]) -> None:
+        nonlocal started
+        started = started or message["type"] == "http.response.start"
+        await send(message)
+
+    try:
+        await app(scope, receive, watched)
+    except Exception:
+        log.exception("a request failed inside the server")
+        if started:
+            raise
+        await fail(send)
 
 
 class HttpMetrics:
@@ -86,23 +116,17 @@ class HttpMetrics:
             await self._app(scope, receive, send)
             return
         started_s = time.perf_counter()
-        status, size, started = 200, 0, False
+        status, size = 200, 0
 
         async def watched_send(message: MutableMapping[str, Any]) -> None:
-            nonlocal status, size, started
+            nonlocal status, size
             if message["type"] == "http.response.start":
-                started = True
                 status = message["status"]
                 size = int(dict(message["headers"]).get(b"content-length", 0))
             await send(message)
 
         try:
-            await self._app(scope, receive, watched_send)
-        except Exception:
-            log.exception("a request failed inside the server")
-            if started:
-                raise
-            await send_error(watched_send, WireError("Internal server error", 500, "InternalServerError"))
+            await guarded(self._app, scope, receive, watched_send, partial(send_error, error=INTERNAL))
         finally:
             request_bytes = int(headers_of(scope).get("content-length", "0") or 0)
             handler = scope.get("windtunnel.handler", "none")

@@ -8,6 +8,7 @@ places each of them.
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from typing import Protocol
 
 from windtunnel.core.outputs import Refusal, StepOutput
 from windtunnel.core.request import EngineRequest
@@ -20,8 +21,22 @@ WAITING_WEIGHT = 4
 REPORT_INTERVAL_NS = 100 * MS
 
 
+class Placer(Protocol):
+    """Which rank gets a request that names none. Observes the steps of all ranks."""
+
+    def on_step(self, rank: int, step: StepOutput, now_ns: int) -> None: ...
+
+    def choose(self, request: EngineRequest, now_ns: int) -> int:
+        """Asked for the first choice of each prompt, or, if `by_choice`, for every one."""
+        ...
+
+    by_choice: bool
+
+
 class Balancer:
     """Observes the steps of all ranks; owns what the front end believes of their queues."""
+
+    by_choice = False
 
     def __init__(self, ranks: int) -> None:
         self._reported = [(0, 0)] * ranks
@@ -32,7 +47,7 @@ class Balancer:
         if step.stats is not None:
             self._reported[rank] = (step.stats.waiting + step.stats.deferred, step.stats.running)
 
-    def choose(self, now_ns: int) -> int:
+    def choose(self, _request: EngineRequest, now_ns: int) -> int:
         """The rank for one more prompt; from now on it counts as waiting there."""
         if self._taken_ns is None or now_ns - self._taken_ns >= REPORT_INTERVAL_NS:
             self._taken_ns = now_ns
@@ -49,9 +64,9 @@ class Balancer:
 class Ranks:
     """The drivers of all ranks, as one. `drivers[i]` is rank i."""
 
-    def __init__(self, drivers: Sequence[EngineDriver], balancer: Balancer, metrics: Metrics) -> None:
+    def __init__(self, drivers: Sequence[EngineDriver], placer: Placer, metrics: Metrics) -> None:
         self.drivers = tuple(drivers)
-        self._balancer = balancer
+        self._placer = placer
         self._metrics = metrics
 
     @property
@@ -84,10 +99,11 @@ class Ranks:
         if len(self.drivers) == 1:
             yield self.drivers[0], list(requests), list(listeners)
             return
-        for _prompt, pairs in groupby(zip(requests, listeners, strict=True), key=_prompt_of):
+        together = _itself if self._placer.by_choice else _prompt_of
+        for _prompt, pairs in groupby(zip(requests, listeners, strict=True), key=together):
             group, heard_by = zip(*pairs, strict=True)
             asked = group[0].data_parallel_rank
-            rank = self._balancer.choose(now_ns()) if asked is None else asked
+            rank = self._placer.choose(group[0], now_ns()) if asked is None else asked
             yield self.drivers[rank], list(group), list(heard_by)
 
     def abort(self, request_ids: Sequence[str], *, notify: bool = False) -> int:
@@ -101,6 +117,10 @@ class Ranks:
     def close(self) -> None:
         for driver in self.drivers:
             driver.close()
+
+
+def _itself(pair: tuple[EngineRequest, Listener]) -> str:
+    return pair[0].request_id
 
 
 def _prompt_of(pair: tuple[EngineRequest, Listener]) -> str:

@@ -25,7 +25,7 @@ from windtunnel.serve.jobs import Jobs
 from windtunnel.serve.keepalive import keep_alive
 from windtunnel.serve.operator import OperatorState
 from windtunnel.serve.planning import Planner
-from windtunnel.serve.ranks import Balancer, Ranks
+from windtunnel.serve.ranks import Ranks
 from windtunnel.serve.seams import Seams, load
 from windtunnel.serve.shared_port import GrpcRelay
 from windtunnel.serve.sources import SourceMaker
@@ -167,13 +167,13 @@ class Server:
 
     def _make_ranks(self) -> Ranks:
         """Each rank's steps go to the shared observers and, with KV events, to its own publisher."""
-        balancer = Balancer(len(self.engines))
-        shared: tuple[StepObserver, ...] = (self.metrics, HistoryObserver(self.history), balancer)
+        placer = self.flavour.placer(self.engines)
+        shared: tuple[StepObserver, ...] = (self.metrics, HistoryObserver(self.history), placer)
         own: list[tuple[StepObserver, ...]] = [(publisher,) for publisher in self.publishers] or [()] * len(self.engines)
         drivers = [
             EngineDriver(engine, rank, self.loop, self.cork, (*shared, *own[rank])) for rank, engine in enumerate(self.engines)
         ]
-        return Ranks(drivers, balancer, self.metrics)
+        return Ranks(drivers, placer, self.metrics)
 
     def _engine_config(self, config: ServeConfig) -> Any:
         return self.seams.engine_config(self.flavour.engine_config(config, self.tokenizer))

@@ -16,7 +16,7 @@ import jinja2.sandbox
 import tokenizers
 from tokenizers.decoders import DecodeStream
 
-from windtunnel.core.tokenizer import Tokenizer
+from windtunnel.core.tokenizer import AS_USUAL, TemplateOptions, Tokenizer
 from windtunnel.core.words import WORDS
 
 _MARK = "continue-here-4f1c9a"
@@ -36,7 +36,11 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    file = folder / "tokenizer_config.json"
+    return _json_object(folder / "tokenizer_config.json")
+
+
+def _json_object(file: Path) -> dict[str, Any]:
+    """Empty where there is none."""
     value: Any = json.loads(file.read_text()) if file.is_file() else {}
     if not isinstance(value, dict):
         raise ValueError(f"{file} must hold a JSON object")
@@ -57,11 +61,7 @@ def _template(folder: Path) -> str | None:
 def generation_config(path: str | Path) -> dict[str, Any]:
     """`generation_config.json` of the folder: EOS ids and sampling defaults. Empty where there is none."""
     folder = Path(path)
-    file = (folder.parent if folder.is_file() else folder) / "generation_config.json"
-    value: Any = json.loads(file.read_text()) if file.is_file() else {}
-    if not isinstance(value, dict):
-        raise ValueError(f"{file} must hold a JSON object")
-    return value
+    return _json_object((folder.parent if folder.is_file() else folder) / "generation_config.json")
 
 
 class FolderTokenizer:
@@ -92,26 +92,17 @@ class FolderTokenizer:
     def detokenizer(self, *, skip_special_tokens: bool = True) -> "FolderDetokenizer":
         return FolderDetokenizer(self._inner, skip_special_tokens)
 
-    def apply_chat_template(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        chat_template: str | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
-    ) -> str:
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], options: TemplateOptions = AS_USUAL) -> str:
         """The rendered prompt. Raises ValueError with the template's own message."""
-        source = chat_template or self._template
+        source = options.chat_template or self._template
         if source is None:
             raise ValueError("this tokenizer folder has no chat template; put a chat_template.jinja beside tokenizer.json")
         shown = [dict(message) for message in messages]
-        if continue_final_message:
+        if options.continue_final_message:
             shown[-1] = shown[-1] | {"content": str(shown[-1].get("content") or "") + _MARK}
-        names = self._names | {"messages": shown, "tools": tools, "add_generation_prompt": add_generation_prompt}
-        text = _rendered(source, names | dict(template_kwargs or {}))
-        return _cut_at_mark(text) if continue_final_message else text
+        told = {"messages": shown, "tools": options.tools, "add_generation_prompt": options.add_generation_prompt}
+        text = _rendered(source, self._names | told | dict(options.kwargs or {}))
+        return _cut_at_mark(text) if options.continue_final_message else text
 
     def _eos(self) -> int:
         token = self._inner.token_to_id(self._names["eos_token"]) if self._names["eos_token"] else None

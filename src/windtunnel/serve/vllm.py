@@ -18,6 +18,7 @@ from windtunnel.serve.engines import engine_config, make_metrics
 from windtunnel.serve.generate import GenerateRoute
 from windtunnel.serve.middleware import ApiKeys, HttpMetrics
 from windtunnel.serve.operations.endpoint import Row
+from windtunnel.serve.ranks import Balancer, Placer
 from windtunnel.serve.responses import ResponsesRoute
 from windtunnel.serve.state import Server
 from windtunnel.wire.env import ServerEnv
@@ -42,6 +43,9 @@ class VllmFlavour:
 
     def engine(self, config: VllmEngineConfig, pacing: Pacing, chance: random.Random) -> VllmEngine:
         return VllmEngine(config, pacing)
+
+    def placer(self, engines: Sequence[VllmEngine]) -> Placer:
+        return Balancer(len(engines))
 
     def dead(self, engine: VllmEngine) -> bool:
         return engine.control.death is not None

@@ -47,18 +47,27 @@ class PairRouter(Router):
     # Requests
 
     def forward(self, attempt: Attempt, request: EngineRequest) -> None:
-        if attempt.cancelled:
+        if (pair := self._chosen(attempt, request)) is None:
             return
-        by_role = [[state for state in self._healthy() if state.role == role] for role in ("prefill", "decode")]
-        if not all(by_role):
-            self._answer(attempt, partial(self._refuse_at_client, attempt, NO_BACKEND), self._kernel.now_ns)
-            return
-        prefill, decode = self._pairs.choose_pair(request, by_role[0], by_role[1])
+        prefill, decode = pair
         self._rooms += 1
         paired = replace(request, bootstrap=(self._fabric.host(prefill.index), BOOTSTRAP_PORT, self._rooms))
-        attempt.prefill = Attempt(attempt.request_id, attempt.call, self._kernel.now_ns, attempt.prompt_tokens, owner=attempt)
+        attempt.prefill = self._prefill_leg(attempt)
         self._send(attempt.prefill, paired, prefill)
         self._send(attempt, paired, decode, self._spec.lag)
+
+    def _chosen(self, attempt: Attempt, request: EngineRequest) -> tuple[EngineState, EngineState] | None:
+        """A prefill and a decode; None when the client has gone, or was told that there is no such pair."""
+        if attempt.cancelled:
+            return None
+        prefills, decodes = ([state for state in self._healthy() if state.role == role] for role in ("prefill", "decode"))
+        if prefills and decodes:
+            return self._pairs.choose_pair(request, prefills, decodes)
+        self._answer(attempt, partial(self._refuse_at_client, attempt, NO_BACKEND), self._kernel.now_ns)
+        return None
+
+    def _prefill_leg(self, attempt: Attempt) -> Attempt:
+        return Attempt(attempt.request_id, attempt.call, self._kernel.now_ns, attempt.prompt_tokens, owner=attempt)
 
     def _send(self, attempt: Attempt, request: EngineRequest, state: EngineState, lag_ns: int = 0) -> None:
         self.legs[f"{state.role} sent"] += 1

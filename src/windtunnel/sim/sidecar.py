@@ -7,7 +7,6 @@ run under the client's context: who leaves between the legs leaves the prefill's
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 from windtunnel.core.outputs import TokenOutput
@@ -18,19 +17,8 @@ from windtunnel.sim.kv_fabric import KvFabric
 from windtunnel.sim.network import Network
 from windtunnel.sim.pairs import PairRouter
 from windtunnel.sim.policies import EngineState, PairPolicy
-from windtunnel.sim.router import NO_BACKEND
 from windtunnel.sim.scenario import PdSpec
-
-PREFILL_PARAMS: Mapping[str, Any] = MappingProxyType(
-    {
-        "do_remote_decode": True,
-        "do_remote_prefill": False,
-        "remote_engine_id": None,
-        "remote_block_ids": None,
-        "remote_host": None,
-        "remote_port": None,
-    }
-)
+from windtunnel.wire.vllm.pairing import REMOTE_DECODE
 
 
 class SidecarRouter(PairRouter):
@@ -45,16 +33,12 @@ class SidecarRouter(PairRouter):
         self._wires = fabric
 
     def forward(self, attempt: Attempt, request: EngineRequest) -> None:
-        if attempt.cancelled:
+        if (pair := self._chosen(attempt, request)) is None:
             return
-        by_role = [[state for state in self._healthy() if state.role == role] for role in ("prefill", "decode")]
-        if not all(by_role):
-            self._answer(attempt, partial(self._refuse_at_client, attempt, NO_BACKEND), self._kernel.now_ns)
-            return
-        prefill, decode = self._pairs.choose_pair(request, by_role[0], by_role[1])
-        attempt.prefill = Attempt(attempt.request_id, attempt.call, self._kernel.now_ns, attempt.prompt_tokens, owner=attempt)
+        prefill, decode = pair
+        attempt.prefill = self._prefill_leg(attempt)
         self._next[attempt.request_id] = (request, decode)
-        leg = replace(request, max_tokens=1, min_tokens=0, kv_transfer=PREFILL_PARAMS)
+        leg = replace(request, max_tokens=1, min_tokens=0, kv_transfer=REMOTE_DECODE)
         self._send(attempt.prefill, leg, prefill)
 
     def watch(self, attempt: Attempt, tokens: int) -> None:

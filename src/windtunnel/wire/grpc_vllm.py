@@ -62,7 +62,7 @@ def plan(request: pb.GenerateRequest, env: ServerEnv) -> Generation:
         data_parallel_rank=_rank(request, env),
         stream_interval=env.stream_interval,
         answer_text=answer.text,
-        kv_transfer=kv_transfer(request),
+        kv_transfer=_kv_transfer(request),
     )
 
 
@@ -149,8 +149,8 @@ def _rank(request: pb.GenerateRequest, env: ServerEnv) -> int | None:
     return rank
 
 
-def kv_transfer(request: pb.GenerateRequest) -> Mapping[str, Any] | None:
-    """The JSON field beats the older typed one. Raises WireError."""
+def _kv_transfer(request: pb.GenerateRequest) -> Mapping[str, Any] | None:
+    """The JSON field beats the older typed one."""
     if request.HasField("kv_transfer_params_json"):
         return _json_object(request.kv_transfer_params_json)
     if not request.HasField("kv_transfer_params"):

@@ -110,6 +110,17 @@ async def test_each_rank_has_its_own_stream() -> None:
                 assert {decode(payload).rank for payload in payloads} == {rank}
 
 
+async def test_a_page_tells_the_session_of_the_request_that_stored_it() -> None:
+    with subscriber() as sub:
+        async with talking(**ON | {"kv_events__endpoint": "tcp://[::ffff:127.0.0.1]:0"}) as (server, client):
+            for name, asked in (("a", {"session_params": {"id": "s1"}}), ("b", {"session_id": "s2"}), ("c", {})):
+                body = {"text": prompt(f"{name} "), "sampling_params": {"max_new_tokens": 4}, **asked}
+                assert (await client.post("/generate", json=body)).status_code == 200
+            await settled(server)
+            events = [event for payload in await replayed(server, sub) for event in msgpack.unpackb(payload)[1]]
+            assert {event.get("session_id") for event in events if event["type"] == "BlockStored"} == {"s1", "s2", None}
+
+
 async def test_server_info_shows_the_argument() -> None:
     with subscriber() as sub:
         async with talking(**{**ON, "kv_events__endpoint": sub.endpoint}) as (_server, client):

@@ -1,28 +1,21 @@
 """`--kv-transfer-backend nixl`: real bytes over UCX on loopback. Skipped where NIXL is not installed."""
 
+import asyncio
 from typing import Any
 
 import pytest
 from tests.serve.live import live
-from tests.serve.vllm_pd.pair import COMPLETION, counters, pair, until
+from tests.serve.vllm_pd.pair import COMPLETION, counters, engine_of, pair, until
 
 from windtunnel.serve.config import UsageError
-from windtunnel.serve.vllm_pd import memory
-from windtunnel.serve.vllm_pd.memory import digests
+from windtunnel.serve.nixl import library
+from windtunnel.serve.vllm_pd.memory import NixlMover, digests
 
 NIXL: dict[str, Any] = {"kv_transfer__backend": "nixl", "scheduler__num_gpu_blocks": 200, "scheduler__max_model_len": 3000}
 FAST = NIXL | {"pacing__time_scale": 20.0}
 
 
-def _installed() -> bool:
-    try:
-        memory.load_nixl()
-    except ValueError:
-        return False
-    return True
-
-
-needs_nixl = pytest.mark.skipif(not _installed(), reason="no NIXL: pip install --no-deps nixl-cu12 numpy")
+needs_nixl = pytest.mark.skipif(not library.installed(), reason="NIXL is not installed: pip install --no-deps nixl nixl-cu12")
 
 
 def test_a_digest_depends_on_everything_before_it() -> None:
@@ -33,7 +26,7 @@ def test_a_digest_depends_on_everything_before_it() -> None:
 
 
 async def test_without_the_package_it_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_PACKAGES", ("windtunnel_has_no_such_package",))
+    monkeypatch.setattr(library, "PACKAGE", "windtunnel_has_no_such_package")
     with pytest.raises(UsageError, match="pip install"):
         async with live(kv_transfer__told={"kv_connector": "NixlConnector", "kv_role": "kv_both"}, kv_transfer__backend="nixl"):
             pass
@@ -86,3 +79,36 @@ async def test_both_sides_must_move_the_same(p: dict[str, Any], d: dict[str, Any
         assert (await pd.post("/v1/completions", COMPLETION)).status_code == 500
         await pd.until_idle()
         assert counters(pd.d)["failed_transfers"] == 1
+
+
+@needs_nixl
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_leaves_while_bytes_are_read_frees_both(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NIXL is kept from saying that the read is done until the client has gone."""
+    async with pair(NIXL) as pd:
+        with monkeypatch.context() as held:
+            held.setattr(NixlMover, "_state", lambda _mover, _handle: "PROC")
+            client = await pd.decoding(await pd.prefilled(), stream=stream)
+            await until(lambda: engine_of(pd.d).outstanding()["loads"])
+            client.leave("rst")
+            await until(lambda: not pd.d.states())
+            assert engine_of(pd.d).outstanding()["orphaned_loads"] == 1
+        await pd.until_idle()
+        assert counters(pd.p) == counters(pd.d) == {}
+
+
+@needs_nixl
+async def test_a_read_fails_when_the_connection_to_its_prefill_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NIXL says nothing meanwhile."""
+    monkeypatch.setattr(NixlMover, "_state", lambda _mover, _handle: "PROC")
+    async with pair(NIXL) as pd:
+        params = await pd.prefilled()
+        asking = asyncio.ensure_future(
+            pd.client.post(f"{pd.d.url}/v1/completions", json=COMPLETION | {"kv_transfer_params": params})
+        )
+        (reader,) = pd.d.server.flavour._connections  # type: ignore[attr-defined]
+        await until(lambda: reader._mover._transfers)
+        (endpoint,) = reader.transport._addresses
+        reader.transport._connection(endpoint, True)
+        assert (await asking).status_code == 500
+        assert counters(pd.d) == {"failed_transfers": 1}

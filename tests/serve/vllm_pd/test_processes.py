@@ -13,6 +13,7 @@ import httpx
 import pytest
 from tests.serve.sglang.test_pd_processes import PATIENCE_S, PROMPT, Running
 
+from windtunnel.serve.nixl import library
 from windtunnel.serve.up.plan import Ports, UpError, preset, with_args
 from windtunnel.serve.up.processes import Fleet, router_command
 
@@ -125,3 +126,35 @@ async def test_push_by_the_same_command() -> None:
 def test_a_pair_that_a_router_does_not_know_is_refused() -> None:
     with pytest.raises(UpError, match="sglang-router does not pair vllm workers; windtunnel, smg, vllm-router do"):
         router_command(replace(preset("vllm-pd"), router="sglang-router"), {}, Ports({}), 1)
+
+
+# Real bytes
+
+REAL = ["--kv-transfer-backend", "nixl", "--num-gpu-blocks-override", "4096", "--nixl-block-bytes", "128"]
+needs_nixl = pytest.mark.skipif(not library.installed(), reason="NIXL is not installed: pip install --no-deps nixl nixl-cu12")
+
+
+@needs_nixl
+@pytest.mark.parametrize("connector", ["NixlConnector", "NixlPushConnector"])
+async def test_the_text_is_the_single_servers_with_real_bytes(connector: str) -> None:
+    async with running(everybody=[*REAL, "--kv-transfer-config.kv_connector", connector]) as pd:
+        answer = (await pd.client.post(f"{pd.up.url}/v1/completions", json=BODY)).json()
+        await pd.until_empty()
+        assert await _counters(pd, "prefill") == await _counters(pd, "decode") == {}
+    assert answer["choices"] == (await _single("/v1/completions", BODY))["choices"]
+
+
+@needs_nixl
+async def test_nixl_says_that_a_killed_prefill_is_gone() -> None:
+    """It is killed between the legs, when hands have been shaken: the read is posted, and NIXL refuses it."""
+    async with running(everybody=REAL) as pd:
+        first = await pd.client.post(f"{pd.up.url}/v1/completions", json=BODY)
+        assert first.status_code == 200
+        told = BODY | {"prompt": f"other {PROMPT}", "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
+        prefilled = (await pd.client.post(f"{pd.up.servers['prefill']}/v1/completions", json=told)).json()
+        os.kill(pd.pid("prefill"), signal.SIGKILL)
+        told |= {"kv_transfer_params": prefilled["kv_transfer_params"]}
+        answer = await pd.client.post(f"{pd.up.servers['decode']}/v1/completions", json=told)
+        assert answer.status_code == 500
+        assert not any((await pd.debug("decode"))["outstanding"].values())
+        assert (await _counters(pd, "decode"))["failed_transfers"] == 1

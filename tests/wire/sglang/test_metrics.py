@@ -165,6 +165,15 @@ def test_a_prefill_worker_has_its_queues_under_the_names_of_its_release() -> Non
     assert samples(metrics(), "num_transfer_failed_reqs_total") == {}
 
 
+def test_routing_keys_at_work_count_once_each() -> None:
+    made = metrics()
+    seen = []
+    for more, key in ((1, "a"), (1, "a"), (1, None), (1, "b"), (-1, "a"), (-1, "a"), (-1, None), (-1, "b")):
+        (made.on_http_begin if more > 0 else made.on_http_end)("/generate", "POST", key)
+        seen.append(value(made, "routing_keys_active", {}))
+    assert seen == [1, 1, 1, 2, 2, 1, 1, 0]
+
+
 def test_http_counts_requests_as_they_come_and_statuses_as_heads_leave() -> None:
     made = metrics()
     labels = {"endpoint": "/generate", "method": "POST"}

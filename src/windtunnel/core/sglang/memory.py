@@ -131,7 +131,9 @@ class KvMemory:
         if not self.caching or whole <= sequence.held:
             return
         key = sequence.tokens(whole * self.page_size)
-        match = self.tree.insert(key, sequence.pages[:whole], sequence.tag, sequence.held, sequence.namespace)
+        match = self.tree.insert(
+            key, sequence.pages[:whole], sequence.tag, sequence.held, sequence.namespace, sequence.request.session_id
+        )
         self.tree.lock(match.node)
         self._unlock(sequence)
         sequence.node, sequence.held = match.node, whole

@@ -121,7 +121,15 @@ class RadixCache:
 
     # Insertion
 
-    def insert(self, tokens: Key, pages: Sequence[int], owner: str, held: int, namespace: Namespace = ROOT) -> Match:
+    def insert(
+        self,
+        tokens: Key,
+        pages: Sequence[int],
+        owner: str,
+        held: int,
+        namespace: Namespace = ROOT,
+        session_id: str | None = None,
+    ) -> Match:
         """Enter `tokens` (whole pages) that `owner` computed into `pages`; its first `held` pages are the tree's already.
 
         Pages that turn out to be cached under another number are given back to the pool. Returns the path in the tree.
@@ -133,15 +141,15 @@ class RadixCache:
             return match
         added = list(pages[known:])
         self._pool.hand_over(added, owner, TREE)
-        return Match(self._append(match.node, tokens[known * self._size :], added), match.pages + added)
+        return Match(self._append(match.node, tokens[known * self._size :], added, session_id), match.pages + added)
 
-    def _append(self, parent: RadixNode, key: Key, pages: list[int]) -> RadixNode:
+    def _append(self, parent: RadixNode, key: Key, pages: list[int], session_id: str | None) -> RadixNode:
         node = RadixNode(parent, key, pages, parent.namespace)
         parent.children[key[: self._size]] = node
         self.evictable_pages += len(pages)
         self._touch(node)
         if self._collect:
-            self._stored(node)
+            self._stored(node, session_id)
         return node
 
     # Locks
@@ -243,13 +251,14 @@ class RadixCache:
         taken, self._events = self._events, []
         return taken
 
-    def _stored(self, node: RadixNode) -> None:
+    def _stored(self, node: RadixNode, session_id: str | None) -> None:
         above = node.parent
         known = above.digests[-1] if above is not None and above.digests else None
         node.digests = page_digests(known or seed_of(node.namespace), node.key, self._size)
         keys = node.namespace[1:] if any(node.namespace[1:]) else None
+        extra_keys, adapter = (keys,) * len(node.pages), _adapter(node.namespace)
         self._events.append(
-            BlockStored(tuple(node.digests), known, node.key, self._size, _adapter(node.namespace), (keys,) * len(node.pages))
+            BlockStored(tuple(node.digests), known, node.key, self._size, adapter, extra_keys, session_id=session_id)
         )
 
     def check_integrity(self) -> None:

@@ -9,13 +9,14 @@ from windtunnel.serve import flags as common
 from windtunnel.serve.flags import Flag
 from windtunnel.serve.transfer import parse_fates
 
-_REAL_BACKENDS = ("nixl", "mooncake", "mori", "ascend")
+_REAL_BACKENDS = ("mooncake", "mori", "ascend")
 
 
 def _backend(value: Any) -> str:
     if value in _REAL_BACKENDS:
-        raise ValueError(f"{value!r} moves real memory, which a simulator does not have: sim models it, fake needs no peer")
-    return common._choice("sim", "fake")(value)  # type: ignore[no-any-return]
+        other = "sim models it, nixl moves a few bytes of it, fake needs no peer"
+        raise ValueError(f"{value!r} moves real memory, which a simulator does not have: {other}")
+    return common._choice("sim", "fake", "nixl")(value)  # type: ignore[no-any-return]
 
 
 def _off(value: Any) -> int | None:
@@ -27,7 +28,12 @@ _SWITCH: dict[str, Any] = {"parse": common._boolean, "switch": True}
 
 DISAGG_FLAGS: tuple[Flag, ...] = (
     Flag("disaggregation-mode", "disagg.mode", common._choice("null", "prefill", "decode"), "what kind of worker this is"),
-    Flag("disaggregation-transfer-backend", "disagg.transfer_backend", _backend, "sim, or fake (decode without a peer)"),
+    Flag(
+        "disaggregation-transfer-backend",
+        "disagg.transfer_backend",
+        _backend,
+        "sim, nixl (with real bytes) or fake (decode without a peer)",
+    ),
     Flag(
         "disaggregation-bootstrap-port",
         "disagg.bootstrap_port",
@@ -79,6 +85,7 @@ DISAGG_FLAGS: tuple[Flag, ...] = (
     Flag("transfer-bandwidth", "disagg.bandwidth_gb_s", common._number(1e-9, 1e6), "10^9 bytes a second"),
     Flag("transfer-latency", "disagg.transfer_latency_ns", common._duration, "of each write"),
     Flag("transfer-dead-peer", "disagg.dead_peer_ns", common._duration, "until the transport reports a peer that has gone"),
+    Flag("nixl-block-bytes", "disagg.nixl_block_bytes", common._integer(1, 1 << 20), "real bytes of a page, with nixl (64)"),
     Flag("transfer-fates", "disagg.fates", parse_fates, "shares of writes that stall, fail or lose their peer: stall=0.01"),
 )
 

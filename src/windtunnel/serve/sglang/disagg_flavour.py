@@ -3,6 +3,7 @@
 import logging
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 from windtunnel.core.outputs import StepOutput
@@ -13,10 +14,12 @@ from windtunnel.core.sglang.profiles import profile
 from windtunnel.core.units import S
 from windtunnel.serve.config import ServeConfig, UsageError
 from windtunnel.serve.operations.endpoint import Call, Reply, Row, Simple, get, json_reply
+from windtunnel.serve.ranks import Placer
 from windtunnel.serve.seams import Seams
 from windtunnel.serve.sglang.flavour import SglangFlavour, log_batches
 from windtunnel.serve.sglang.http_client import NoAnswer
 from windtunnel.serve.sglang.pd import Disaggregation
+from windtunnel.serve.sglang.placement import PrefillPlacer
 from windtunnel.serve.state import Server
 from windtunnel.wire.sglang.metrics import DISAGG_ROWS, SglangMetrics
 
@@ -52,8 +55,9 @@ class DisaggFlavour(SglangFlavour):
                 chance,
                 host=told.host,
                 tp_size=told.sglang.tp_size,
+                dp=(len(self._parts), told.data_parallel_size),
                 time_scale=told.pacing.time_scale,
-                seed=told.seed,
+                seed=told.seed + len(self._parts),
                 change_config=self._seams.disagg_config,
                 change_backend=self._seams.transfer_backend,
             )
@@ -62,13 +66,19 @@ class DisaggFlavour(SglangFlavour):
         self._parts.append(part)
         return part.worker
 
+    def placer(self, engines: Sequence[SglangLoop]) -> Placer:
+        """A decode's ranks are balanced as those of a unified server: the reference has a rule for the prefill only."""
+        told = self._config.disagg
+        return PrefillPlacer(told.load_balance_method, engines) if told.mode == "prefill" else super().placer(engines)
+
     async def start(self, server: Server) -> None:
+        """The first rank has the bootstrap server, with which all of them register."""
         log_batches(server)
         for part, driver in zip(self._parts, server.driver.drivers, strict=True):
             part.attach(driver)
             driver.observe(DisaggObserver(part, server.metrics))
             try:
-                await part.start(server.config.port or None)
+                await part.start(server.config.port or None, self._parts[0].bootstrap_url)
             except (NoAnswer, OSError) as error:
                 raise UsageError(f"--disaggregation-bootstrap-port: {error}") from error
             self._seams.connected(part.worker)

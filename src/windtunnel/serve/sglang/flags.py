@@ -7,6 +7,7 @@ from windtunnel.core.sglang.profiles import profile
 from windtunnel.serve import flags as common
 from windtunnel.serve.config import ServeConfig, UsageError
 from windtunnel.serve.flags import FLAGS, Flag, FlagTable
+from windtunnel.serve.nixl import library
 from windtunnel.serve.sglang.disagg_flags import DISAGG_FLAGS
 from windtunnel.serve.sglang.engines import sglang_engine_config
 from windtunnel.serve.sglang.foreign_flags import SGLANG_FOREIGN_FLAGS
@@ -136,10 +137,10 @@ def check_sglang(config: ServeConfig) -> None:
     for name in config.faults:
         if name.partition(":")[0] in _VLLM_FAULTS:
             raise UsageError(f"--fault {name}: this defect is in vLLM's block pool; it needs --engine vllm")
-    if config.disagg.on and config.data_parallel_size > 1:
-        raise UsageError("--dp-size: a P/D worker is one data-parallel rank here; start several with `windtunnel up`")
     if config.disagg.mode == "prefill" and config.disagg.transfer_backend == "fake":
         raise UsageError("--disaggregation-transfer-backend fake is a decode's: a prefill has nobody to send to")
+    if config.disagg.on and config.disagg.transfer_backend == "nixl" and not library.installed():
+        raise UsageError(f"--disaggregation-transfer-backend nixl {library.MISSING}")
     try:
         sglang_engine_config(config)
     except ValueError as error:

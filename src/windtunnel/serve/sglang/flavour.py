@@ -18,6 +18,7 @@ from windtunnel.core.tokenizer import Tokenizer
 from windtunnel.serve.asgi import Endpoint
 from windtunnel.serve.config import ServeConfig
 from windtunnel.serve.operations.endpoint import Row
+from windtunnel.serve.ranks import Balancer, Placer
 from windtunnel.serve.sglang import operations
 from windtunnel.serve.sglang.batch_log import BatchLog
 from windtunnel.serve.sglang.engines import sglang_engine_config
@@ -54,6 +55,9 @@ class SglangFlavour:
 
     def engine(self, config: SglangEngineConfig, pacing: Pacing, chance: random.Random) -> SglangLoop:
         return SglangEngine(config, pacing, chance)
+
+    def placer(self, engines: Sequence[SglangLoop]) -> Placer:
+        return Balancer(len(engines))
 
     def dead(self, engine: SglangLoop) -> bool:
         return engine.dead is not None

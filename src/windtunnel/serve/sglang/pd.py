@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import uuid
 from collections.abc import Callable, Generator
 from random import Random
 from typing import Any
@@ -15,14 +16,18 @@ from windtunnel.core.sglang.disagg.config import DisaggConfig
 from windtunnel.core.sglang.disagg.decode import DecodeWorker
 from windtunnel.core.sglang.disagg.prefill import PrefillWorker
 from windtunnel.core.sglang.policy import Chance
-from windtunnel.core.transfer.backends import TransferBackend
+from windtunnel.core.transfer.backends import SimBackend, TransferBackend, Write
 from windtunnel.serve.driver import EngineDriver
+from windtunnel.serve.nixl.agent import KvAgent, Move
+from windtunnel.serve.nixl.backend import RealBytesBackend
+from windtunnel.serve.nixl.memory import BlockMemory
 from windtunnel.serve.sglang.bootstrap import Bootstrap, build
 from windtunnel.serve.sglang.settings import HEARTBEAT_LEAST_NS, DisaggSettings, core_config
 from windtunnel.serve.sglang.sockets import RankSockets
 from windtunnel.serve.sglang.transport import DecodeTransport, PrefillTransport, TransportConfig
 from windtunnel.serve.transfer import sim_backend
 from windtunnel.wire.sglang.bootstrap import RouteRegistration
+from windtunnel.wire.sglang.frames import encode
 
 log = logging.getLogger("windtunnel.serve")
 
@@ -45,31 +50,48 @@ class Disaggregation:
         *,
         host: str = "127.0.0.1",
         tp_size: int = 1,
+        dp: tuple[int, int] = (0, 1),
         time_scale: float = 1.0,
         seed: int = 0,
         change_config: Plain = _as_it_is,
         change_backend: Plain = _as_it_is,
     ) -> None:
-        """`change_config` and `change_backend` are the seams for planted defects. Raises ValueError for bad settings."""
+        """`dp`: this rank's number, and how many there are. Raises ValueError for bad settings.
+
+        `change_config` and `change_backend` are the seams for planted defects.
+        """
         self.settings = settings
         self.host = host
         self.time_scale = time_scale
         self.sockets = RankSockets(host, tp_size, settings.listen_sockets if settings.mode == "decode" else 1)
-        self.disagg: DisaggConfig = change_config(core_config(settings, self.sockets.endpoints, 0, time_scale))
+        self.disagg: DisaggConfig = change_config(core_config(settings, self.sockets.endpoints, dp[0], time_scale))
+        self._dp = dp
         self._page_size = engine.page_size
         self._fates = Random(seed)
+        self.kv_agents = self._make_agents(engine, tp_size) if settings.transfer_backend == "nixl" else []
         self.bootstrap: Bootstrap | None = None
         self.bootstrap_port = settings.bootstrap_port
         self._server: _Quiet | None = None
         self._serving: asyncio.Task[None] | None = None
         self.worker: PrefillWorker | DecodeWorker
         if settings.mode == "prefill":
-            self.worker = PrefillWorker(engine, self.disagg, pacing, chance, lambda _: change_backend(self._backend()))
+            self.worker = PrefillWorker(
+                engine, self.disagg, pacing, chance, lambda rank: self._with_bytes(rank, change_backend(self._backend()))
+            )
         else:
             self.worker = DecodeWorker(engine, self.disagg, pacing, chance)
         self.transport: PrefillTransport | DecodeTransport
 
-    def _backend(self) -> TransferBackend:
+    def _make_agents(self, engine: SglangEngineConfig, ranks: int) -> list[KvAgent]:
+        """With memory for each page. A prefill only writes: one block is enough for it."""
+        pages = engine.max_total_num_tokens // engine.page_size if self.settings.mode == "decode" else 1
+        memories = [BlockMemory(pages, self.settings.nixl_block_bytes) for _ in range(ranks)]
+        return [KvAgent(uuid.uuid4().hex, memory) for memory in memories]
+
+    def _with_bytes(self, rank: int, backend: Any) -> TransferBackend:
+        return RealBytesBackend(backend, self.kv_agents[rank], _page_move) if self.kv_agents else backend
+
+    def _backend(self) -> SimBackend:
         return sim_backend(self.settings, self.time_scale, self._fates)
 
     # Life
@@ -83,30 +105,35 @@ class Disaggregation:
             heartbeat_interval_ns=max(HEARTBEAT_LEAST_NS, settings.heartbeat_interval_ns),
         )
         if isinstance(self.worker, PrefillWorker):
-            self.transport = PrefillTransport(self.worker, self.sockets, config, driver.wake)
+            self.transport = PrefillTransport(self.worker, self.sockets, config, driver.wake, self.kv_agents)
         else:
-            self.transport = DecodeTransport(self.worker, self.sockets, config, driver.wake)
+            self.transport = DecodeTransport(self.worker, self.sockets, config, driver.wake, self.kv_agents)
         self._driver = driver
 
-    async def start(self, http_port: int | None = None) -> None:
-        """Listen; a prefill starts its bootstrap server and registers its ranks. Raises NoAnswer, OSError."""
+    @property
+    def bootstrap_url(self) -> str | None:
+        """Of the bootstrap server that runs here."""
+        return f"http://{self.host}:{self.bootstrap_port}" if self.bootstrap is not None else None
+
+    async def start(self, http_port: int | None = None, bootstrap_url: str | None = None) -> None:
+        """Listen; a prefill registers with that bootstrap server, or starts it if there is none. Raises NoAnswer, OSError."""
         await self.transport.start()
         self._driver.after_turn = self.transport.pump
         if isinstance(self.transport, PrefillTransport):
-            await self._serve_bootstrap()
-            url = f"http://{self.host}:{self.bootstrap_port}"
+            url = bootstrap_url or await self._serve_bootstrap()
             await self.transport.register(url, self._registrations(http_port))
-            log.info("bootstrap server: %s", url)
         self._driver.wake()
 
     async def close(self) -> None:
         self._driver.after_turn = _nothing
         await self.transport.close()
+        for agent in self.kv_agents:
+            agent.close()
         if self._server is not None and self._serving is not None:
             self._server.should_exit = self._server.force_exit = True
             await self._serving
 
-    async def _serve_bootstrap(self) -> None:
+    async def _serve_bootstrap(self) -> str:
         self.bootstrap = Bootstrap(round(self.settings.entry_cleanup_ns / self.time_scale))
         self._server = _Quiet(
             uvicorn.Config(
@@ -126,13 +153,19 @@ class Disaggregation:
                 raise OSError(f"the bootstrap port {self.settings.bootstrap_port} cannot be opened on {self.host}")
             await asyncio.sleep(0.005)
         self.bootstrap_port = self._server.servers[0].sockets[0].getsockname()[1]
+        url = f"http://{self.host}:{self.bootstrap_port}"
+        log.info("bootstrap server: %s", url)
+        return url
 
     def _registrations(self, http_port: int | None) -> list[RouteRegistration]:
         size = len(self.sockets.endpoints)
+        dp_rank, dp_size = self._dp
         return [
             RouteRegistration(
                 attn_tp_size=size,
                 attn_tp_rank=rank,
+                attn_dp_size=dp_size,
+                attn_dp_rank=dp_rank,
                 rank_ip=self.host,
                 rank_port=int(endpoint.rpartition(":")[2]),
                 page_size=self._page_size,
@@ -158,6 +191,8 @@ class Disaggregation:
         }
         if isinstance(worker, PrefillWorker):
             seen["transfer_workers"] = [self._workers(rank) for rank in range(self.disagg.tp_size)]
+        if self.kv_agents:
+            seen["real_bytes"] = [agent.counters() for agent in self.kv_agents]
         return seen
 
     def _workers(self, rank: int) -> list[dict[str, Any]]:
@@ -166,6 +201,12 @@ class Disaggregation:
             {"room": one.chunk.room if one.chunk else None, "action": one.action.value, "queued": len(one.queue)}
             for one in self.worker.ranks[rank].workers
         ]
+
+
+def _page_move(handle: int, agent: str, write: Write) -> Move:
+    """A room's pages are its own for as long as their stamp is. All prefill ranks write the same bytes into a page."""
+    chunk = write.chunk
+    return Move(handle, agent, "WRITE", f"{chunk.room}:{chunk.stamp}", (), chunk.pages, tuple(encode(chunk)))
 
 
 def _nothing() -> None:

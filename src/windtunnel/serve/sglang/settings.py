@@ -8,7 +8,8 @@ from windtunnel.core.sglang.profiles import NEWEST, Profile, profile
 from windtunnel.core.units import US, S
 
 Mode = Literal["null", "prefill", "decode"]
-TransferBackend = Literal["sim", "fake"]
+TransferBackend = Literal["sim", "fake", "nixl"]
+"""`nixl`: as `sim`, and a few real bytes for each page."""
 HEARTBEAT_LEAST_NS = 2 * S
 """A shorter interval counts as this one, and less than 1 failure as 1."""
 
@@ -44,6 +45,8 @@ class DisaggSettings:
     dead_peer_ns: int = 30 * S
     fates: tuple[tuple[str, float], ...] = ()
     """(fate, share of the posted writes); the rest is `ok`."""
+    nixl_block_bytes: int = 64
+    """Real bytes for each page with `nixl`."""
     report_while_stalled: bool = False
 
     @property
@@ -68,7 +71,7 @@ def core_config(settings: DisaggSettings, endpoints: tuple[str, ...], dp_rank: i
         profile=profile_of(settings),
         endpoints=endpoints,
         dp_rank=dp_rank,
-        transfer_backend=settings.transfer_backend,
+        transfer_backend="fake" if settings.transfer_backend == "fake" else "sim",
         follow_bootstrap_room=settings.load_balance_method == "follow_bootstrap_room",
         transfer_queues=settings.queue_size,
         metadata_slots=settings.metadata_slots,

@@ -7,7 +7,7 @@ worker has to say. Times that a person waits for divide by the time scale; a soc
 import asyncio
 import logging
 import uuid
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -20,10 +20,25 @@ from windtunnel.core.sglang.disagg.decode import DecodeWorker
 from windtunnel.core.sglang.disagg.prefill import PrefillWorker
 from windtunnel.core.sglang.disagg.topology import Topology
 from windtunnel.core.transfer.backends import SimBackend
-from windtunnel.core.transfer.frames import Abort, DpRankQuery, Frame, Metadata, Outgoing, RegisterDpRank, TopologyQuery
+from windtunnel.core.transfer.frames import (
+    Abort,
+    DpRankQuery,
+    Frame,
+    KvChunk,
+    KvStatus,
+    Metadata,
+    Outgoing,
+    RegisterDpRank,
+    TopologyQuery,
+)
+from windtunnel.core.transfer.status import KVPoll
 from windtunnel.serve.clock import now_ns
+from windtunnel.serve.nixl.agent import Arrival, KvAgent
+from windtunnel.serve.nixl.backend import RealBytesBackend
 from windtunnel.serve.sglang.http_client import HttpAsker, NoAnswer
 from windtunnel.serve.sglang.sockets import Peers, RankSockets
+from windtunnel.wire.real_bytes import decode_map
+from windtunnel.wire.real_bytes import encode as encode_real
 from windtunnel.wire.sglang.bootstrap import RankAnswer, RouteRegistration, TopologyAnswer
 from windtunnel.wire.sglang.frames import FrameError, Registration, decode, encode
 
@@ -59,11 +74,19 @@ class Transport:
 
     send_timeout_s: float
 
-    def __init__(self, sockets: RankSockets, config: TransportConfig, wake: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        sockets: RankSockets,
+        config: TransportConfig,
+        wake: Callable[[], None],
+        kv_agents: Sequence[KvAgent] = (),
+    ) -> None:
+        """`kv_agents` move real bytes: one for each rank, or none."""
         self.sockets = sockets
         self.config = config
         self.asker = HttpAsker()
-        self.agents = [uuid.uuid4().hex for _ in sockets.sockets]
+        self.kv_agents = kv_agents
+        self.agents = [agent.name for agent in kv_agents] or [uuid.uuid4().hex for _ in sockets.sockets]
         self.malformed = 0
         """Messages that could not be read."""
         self._wake = wake
@@ -79,6 +102,17 @@ class Transport:
         for rank, sockets in enumerate(self.sockets.sockets):
             for socket, _port in sockets:
                 self.spawn(self._listen(rank, socket))
+        loop = asyncio.get_running_loop()
+
+        def wake() -> None:
+            loop.call_soon_threadsafe(self.bytes_moved)
+
+        for agent in self.kv_agents:
+            agent.wake = wake
+
+    def bytes_moved(self) -> None:
+        """An agent has something to take."""
+        self._wake()
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -102,7 +136,7 @@ class Transport:
             try:
                 message = decode(parts)
                 self.heard(rank, message)
-            except (FrameError, ValueError) as error:
+            except ValueError as error:
                 self.malformed += 1
                 log.warning("rank %d: %s", rank, error)
             self._wake()
@@ -165,8 +199,15 @@ _QUESTIONS: Mapping[type, Callable[[Transport, Outgoing], Coroutine[Any, Any, No
 class PrefillTransport(Transport):
     """The prefill's side: registers its ranks, hears metadata and aborts, and sees decode processes go."""
 
-    def __init__(self, worker: PrefillWorker, sockets: RankSockets, config: TransportConfig, wake: Callable[[], None]) -> None:
-        super().__init__(sockets, config, wake)
+    def __init__(
+        self,
+        worker: PrefillWorker,
+        sockets: RankSockets,
+        config: TransportConfig,
+        wake: Callable[[], None],
+        kv_agents: Sequence[KvAgent] = (),
+    ) -> None:
+        super().__init__(sockets, config, wake, kv_agents)
         self.send_timeout_s = config.socket_s(_STATUS_SEND_S)
         self.bootstrap_url = ""
         self._worker = worker
@@ -178,8 +219,16 @@ class PrefillTransport(Transport):
     def heard(self, rank: int, message: Frame | Registration) -> None:
         if isinstance(message, Registration):
             self.peers.get(message.peer)
+            self._learn(rank, message)
             return
         self._worker.receive(message, now_ns(), rank)
+
+    def _learn(self, rank: int, told: Registration) -> None:
+        backend = self._worker.ranks[rank].backend
+        if isinstance(backend, RealBytesBackend) and not told.memory:
+            log.warning("the decode behind %s has no real memory: start it with the backend nixl too", told.peer)
+        elif isinstance(backend, RealBytesBackend):
+            backend.learn(told.peer, told.agent_name, decode_map(told.memory))
 
     def connection(self, endpoint: str, lost: bool) -> None:
         if lost:
@@ -187,7 +236,7 @@ class PrefillTransport(Transport):
             self._worker.lose_peer(endpoint, now_ns())
         else:
             for rank in self._worker.ranks:
-                if isinstance(rank.backend, SimBackend):
+                if isinstance(rank.backend, SimBackend | RealBytesBackend):
                     rank.backend.find_peer(endpoint)
         self._wake()
 
@@ -217,8 +266,15 @@ class PrefillTransport(Transport):
 class DecodeTransport(Transport):
     """The decode's side: looks prefills up, registers with their ranks, sends metadata and aborts, and beats."""
 
-    def __init__(self, worker: DecodeWorker, sockets: RankSockets, config: TransportConfig, wake: Callable[[], None]) -> None:
-        super().__init__(sockets, config, wake)
+    def __init__(
+        self,
+        worker: DecodeWorker,
+        sockets: RankSockets,
+        config: TransportConfig,
+        wake: Callable[[], None],
+        kv_agents: Sequence[KvAgent] = (),
+    ) -> None:
+        super().__init__(sockets, config, wake, kv_agents)
         self.send_timeout_s = config.socket_s(config.zmq_send_timeout_ns / 1e9)
         self._worker = worker
         self._registered: set[tuple[int, str, str]] = set()
@@ -234,11 +290,40 @@ class DecodeTransport(Transport):
     def heard(self, rank: int, message: Frame | Registration) -> None:
         if isinstance(message, Registration):
             raise FrameError("a decode takes no registrations")
+        self._take_arrivals()
         self._worker.receive(message, now_ns(), rank)
+
+    def bytes_moved(self) -> None:
+        self._take_arrivals()
+        self._wake()
+
+    def _take_arrivals(self) -> None:
+        """Writes into our memory. Their receipts are out already, so what the prefill says of them must not overtake them."""
+        for rank, agent in enumerate(self.kv_agents):
+            for arrival in agent.take_arrivals():
+                try:
+                    self._arrived(rank, arrival)
+                except ValueError as error:
+                    self.malformed += 1
+                    log.warning("rank %d: %s", rank, error)
+
+    def _arrived(self, rank: int, arrival: Arrival) -> None:
+        chunk = decode(arrival.message)
+        if not isinstance(chunk, KvChunk):
+            raise FrameError("a write brings a chunk")
+        if arrival.corrupt:
+            pages = [chunk.pages[place] for place in arrival.corrupt]
+            reason = f"the bytes of {len(pages)} pages are not those that were sent (first: page {pages[0]})"
+            log.error("room %d: %s", chunk.room, reason)
+            self._worker.receive(KvStatus(chunk.room, KVPoll.FAILED, chunk.rank, reason), now_ns(), rank)
+        else:
+            self._worker.receive(chunk, now_ns(), rank)
 
     def _send(self, outgoing: Outgoing, frame: Frame) -> None:
         if isinstance(frame, Metadata):
             self._register(outgoing.rank, outgoing.to, self.sockets.endpoint(outgoing.rank, frame.room))
+            for agent in self.kv_agents:
+                agent.expect()
         super()._send(outgoing, frame)
 
     def _register(self, rank: int, to: str, mine: str) -> None:
@@ -247,7 +332,8 @@ class DecodeTransport(Transport):
         if peer is None or (rank, to, mine) in self._registered:
             return
         self._registered.add((rank, to, mine))
-        told = Registration(mine, self.agents[rank], attn_tp_size=len(self.agents), engine_rank=rank)
+        memory = encode_real(self.kv_agents[rank].map) if self.kv_agents else b""
+        told = Registration(mine, self.agents[rank], attn_tp_size=len(self.agents), engine_rank=rank, memory=memory)
         peer.send(encode(told), lambda: self._registered.discard((rank, to, mine)))
 
     def connection(self, endpoint: str, lost: bool) -> None:

@@ -74,6 +74,8 @@ class Connection:
         )
         self._driver = driver
         await self.transport.start()
+        if self._memory is not None:
+            self.transport.spawn(self._memory.progress())
         driver.after_turn = partial(self._after_turn, self.transport, driver.rank, metrics)
         log.info("side channel of engine %s: %s", self.engine.connector.config.engine_id, self.channel.port)
         driver.wake()

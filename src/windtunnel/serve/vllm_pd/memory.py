@@ -5,24 +5,24 @@ and wipes a block that somebody else has been given since. So a decode sees in t
 prompt's.
 """
 
-import importlib
-import os
+import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
+import numpy
+
 from windtunnel.core.units import US
 from windtunnel.core.vllm.connector.engine import ConnectorEngine
 from windtunnel.core.vllm.connector.holds import REMEMBERED
-from windtunnel.core.vllm.connector.mover import Move
+from windtunnel.core.vllm.connector.mover import Move, address
 from windtunnel.core.vllm.connector.seam import MoveDone, MoveFailed, Peer, StartRead
+from windtunnel.serve.nixl import library
 
 DIGEST_BYTES = 32
 _POLL_NS = 200 * US
-_PACKAGES = ("nixl", "nixl_cu12")
-_LOOPBACK = {"UCX_NET_DEVICES": "lo", "UCX_TLS": "tcp,sm,self"}
-"""Without a device UCX may take another interface."""
+_PROGRESS_S = 0.004
 _REMOTE_GONE = "the remote agent has gone"
 
 
@@ -46,38 +46,16 @@ def digests(token_ids: Sequence[int], block_size: int) -> Iterator[bytes]:
         yield chain.digest()
 
 
-class Nixl(NamedTuple):
-    api: Any
-    errors: tuple[type[Exception], ...]
-    """NIXL's errors have no common base of their own."""
-
-
-def load_nixl() -> Nixl:
-    """Raises ValueError that says how to get it."""
-    for name, value in _LOOPBACK.items():
-        os.environ.setdefault(name, value)
-    for package in _PACKAGES:
-        try:
-            api, bindings = (importlib.import_module(f"{package}.{part}") for part in ("_api", "_bindings"))
-        except ImportError:
-            continue
-        errors = (getattr(bindings, name) for name in dir(bindings) if name.startswith("nixl") and name.endswith("Error"))
-        return Nixl(api, tuple(errors))
-    raise ValueError("nixl is not installed: pip install --no-deps nixl-cu12 numpy, or use --kv-transfer-backend sim")
-
-
 class NixlMemory:
     """One engine's blocks and its NIXL agent. Raises ValueError where there is no NIXL, MemoryError for too much memory."""
 
     def __init__(self, name: str, num_blocks: int, block_bytes: int) -> None:
-        import numpy
-
-        api, self.errors = load_nixl()
-        self._numpy = numpy
+        nixl = library.load()
+        self.errors = library.errors()
         self.block_bytes = block_bytes
         self._blocks = numpy.empty((num_blocks, block_bytes), dtype=numpy.uint8)
         self._blocks.fill(0)  # touched here, and not in the first read
-        self.agent = api.nixl_agent(name, api.nixl_agent_config(backends=["UCX"]))
+        self.agent = nixl.nixl_agent(name, nixl.nixl_agent_config(backends=["UCX"], enable_prog_thread=False))
         self._registered = self.agent.register_memory([(self._blocks.ctypes.data, self._blocks.nbytes, 0, "kv")], "DRAM")
 
     @property
@@ -94,11 +72,18 @@ class NixlMemory:
         return bool((self._blocks[block] == self._pattern(digest)).all())
 
     def _pattern(self, digest: bytes) -> Any:
-        return self._numpy.resize(self._numpy.frombuffer(digest, dtype=self._numpy.uint8), self.block_bytes)
+        return numpy.resize(numpy.frombuffer(digest, dtype=numpy.uint8), self.block_bytes)
 
     def descriptors(self, region: Region, blocks: Sequence[int]) -> Any:
         size = region.block_bytes
         return self.agent.get_xfer_descs([(region.address + block * size, size, 0) for block in blocks], "DRAM")
+
+    async def progress(self) -> None:
+        """Let a peer's moves go on, for ever. NIXL's own thread would do it too, and take a whole core for that."""
+        while True:
+            with suppress(*self.errors):
+                self.agent.get_new_notifs()
+            await asyncio.sleep(_PROGRESS_S)
 
     def close(self) -> None:
         self.agent.deregister_memory(self._registered)
@@ -159,6 +144,8 @@ class NixlMover:
         """Engine id → the agent's name and its memory."""
         self._transfers: dict[int, _Transfer] = {}
         self._failed: list[MoveFailed] = []
+        self._lost: set[str] = set()
+        """host:port of side channels whose processes have gone."""
         self._next_ns: int | None = None
 
     def connect(self, peer: Peer, region: Region) -> None:
@@ -173,14 +160,24 @@ class NixlMover:
             raise ValueError(f"the other agent's metadata: {type(error).__name__} {error}") from error
         self._remotes[peer.engine_id] = (name.decode() if isinstance(name, bytes) else str(name), region)
 
-    def find_peer(self, _address: str) -> None:
-        """NIXL knows by itself."""
+    def find_peer(self, where: str) -> None:
+        self._lost.discard(where)
 
-    def lose_peer(self, _address: str, _now_ns: int) -> None:
-        """NIXL knows by itself."""
+    def lose_peer(self, where: str, now_ns: int) -> None:
+        """The connection says so; NIXL may take longer, or leave a move open."""
+        self._lost.add(where)
+        for number, transfer in list(self._transfers.items()):
+            if address(transfer.move) == where:
+                del self._transfers[number]
+                self._release(transfer.handle)
+                self._failed.append(MoveFailed(number, _REMOTE_GONE))
+        self._next_ns = now_ns
 
     def start(self, move: Move, now_ns: int) -> None:
         self._next_ns = now_ns
+        if address(move) in self._lost:
+            self._failed.append(MoveFailed(move.number, _REMOTE_GONE))
+            return
         name, region = self._remotes[move.peer.engine_id]
         try:
             local = self._memory.descriptors(self._memory.region, move.local_blocks)

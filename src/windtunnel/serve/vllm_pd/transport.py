@@ -155,8 +155,8 @@ class NixlTransport:
 
     async def start(self) -> None:
         self._peers = Peers(self.context, self._socket_s(_SEND_S), self._connection)
-        self._spawn(self.channel.serve(lambda: self._engine.handshake, self.endpoint, self._region))
-        self._spawn(self._listen(self._sockets.sockets[0][0][0]))
+        self.spawn(self.channel.serve(lambda: self._engine.handshake, self.endpoint, self._region))
+        self.spawn(self._listen(self._sockets.sockets[0][0][0]))
 
     async def close(self) -> None:
         self._alarm.close()
@@ -169,7 +169,7 @@ class NixlTransport:
         self.channel.close()
         self._sockets.close()
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -200,7 +200,7 @@ class NixlTransport:
             self._later(HandshakeFailed(ask.peer, f"{HANDSHAKES_LIMIT} handshakes are under way already"))
             return
         self._handshakes += 1
-        self._spawn(self._shake(ask))
+        self.spawn(self._shake(ask))
 
     async def _shake(self, ask: AskHandshake) -> None:
         report: Report

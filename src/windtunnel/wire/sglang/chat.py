@@ -7,11 +7,9 @@ from typing import Any
 from windtunnel.wire import http
 from windtunnel.wire.family import ChoiceResult, Delta, Generation, PromptPlan, StreamEncoder, Usage, WireError
 from windtunnel.wire.output import HeldLogprobs
-from windtunnel.wire.sglang import errors, requests
-from windtunnel.wire.sglang.completions import finish_members, usage_event
+from windtunnel.wire.sglang import errors, openai, requests
 from windtunnel.wire.sglang.env import SglangEnv
-from windtunnel.wire.sglang.native import result_ids, routed_values
-from windtunnel.wire.sglang.openai import DONE, OpenAiRequest, abort_events, body_head, chunk_head, usage_value, wants_usage
+from windtunnel.wire.sglang.openai import AnswerSpec, OpenAiRequest, chunk_head, finish_members, stream_end, usage_value
 from windtunnel.wire.vllm import chat as openai_chat
 from windtunnel.wire.vllm import chunks, messages_in, parsers, structured
 
@@ -48,19 +46,11 @@ class ChatRequest(OpenAiRequest):
 
 
 @dataclass(frozen=True, slots=True)
-class ChatSpec:
-    env: SglangEnv
-    response_id: str
-    model: str
-    created: int
-    prompts: tuple[PromptPlan, ...]
-    n: int
+class ChatSpec(AnswerSpec):
     top_logprobs: int | None
     tools: str | None
     parallel_tool_calls: bool
     reasoning: bool
-    include_usage: bool
-    continuous_usage: bool
 
     @property
     def parsed(self) -> bool:
@@ -76,43 +66,25 @@ def plan(body: bytes, headers: Mapping[str, str], env: SglangEnv) -> Generation:
     _conversation, planned = openai_chat.render(request.messages, request, env)
     prompts = (planned,)
     routed = requests.routing(request, headers, 1, env, request.model, request.n)
-    spec = _spec(request, env, prompts, routed.rids)
-    top = (request.top_logprobs or 0) if request.logprobs else None
+    spec = _spec(request, routed, prompts, env)
     room = requests.output_limit(limit, prompts, env)
-    sampling = requests.sampling_plan(request, room, min_tokens=request.min_tokens, logprobs=top, env=env)
+    sampling = requests.sampling_plan(request, room, min_tokens=request.min_tokens, logprobs=spec.top_logprobs, env=env)
     if spec.parsed:
         sampling = replace(sampling, skip_special_tokens=False)
-    return Generation(
-        spec=spec,
-        response_id=spec.response_id,
-        model=spec.model,
-        prompts=prompts,
-        sampling=sampling,
-        stream=bool(request.stream),
-        family=name,
-        engine_ids=routed.rids,
-        answer_text=_wanted(request, spec, prompts, env),
-        stream_interval=env.stream_interval,
-        **routed_values(routed),
-    )
+    return openai.planned(name, request, routed, spec, sampling, _wanted(request, spec, prompts, env))
 
 
-def _spec(request: ChatRequest, env: SglangEnv, prompts: tuple[PromptPlan, ...], rids: Sequence[str]) -> ChatSpec:
-    usage, continuous = wants_usage(request.stream_options)
+def _spec(request: ChatRequest, routed: requests.Routing, prompts: tuple[PromptPlan, ...], env: SglangEnv) -> ChatSpec:
     thinking = (request.chat_template_kwargs or {}).get("enable_thinking", True)
-    return ChatSpec(
-        env=env,
-        response_id=result_ids(rids, request.n or 1)[0],
-        model=request.model or env.served_models[0],
-        created=env.now_s(),
-        prompts=prompts,
-        n=request.n or 1,
+    return ChatSpec.of(
+        request,
+        routed,
+        prompts,
+        env,
         top_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         tools=_tool_mode(request, env),
         parallel_tool_calls=request.parallel_tool_calls is not False,
         reasoning=env.reasoning_parser is not None and thinking is not False and request.separate_reasoning is not False,
-        include_usage=usage,
-        continuous_usage=continuous,
     )
 
 
@@ -167,7 +139,7 @@ class ChatEncoder:
 
     def __init__(self, spec: ChatSpec) -> None:
         self._spec = spec
-        self._top = chunk_head(spec.response_id, "chat.completion.chunk", spec.created, spec.model)
+        self._top = chunk_head(spec, "chat.completion.chunk")
         self._heads = [b'%b"choices":[{"index":%d,"delta":{"content":' % (self._top, index) for index in range(spec.n)]
         self._tail = b',"reasoning_content":null},"logprobs":null,"finish_reason":null,"matched_stop":null}],"usage":null}\n\n'
         self._plain = spec.top_logprobs is None and not spec.continuous_usage and not spec.parsed
@@ -203,11 +175,11 @@ class ChatEncoder:
 
     def close(self, usage: Usage) -> bytes:
         finished = [self._finish_event(index, delta) for index, delta in sorted(self._ends.items())]
-        return b"".join(finished) + usage_event(self._top, self._spec, usage) + DONE
+        return b"".join(finished) + stream_end(self._top, self._spec, usage)
 
     def error(self, error: WireError) -> bytes:
         """No finish event: the error, usage when asked for, the end."""
-        return abort_events(error) + usage_event(self._top, self._spec, self._usage) + DONE
+        return errors.stream_event(error) + stream_end(self._top, self._spec, self._usage)
 
     def _members(self, delta: Delta) -> list[dict[str, Any]]:
         parser = self._parsers[delta.index]
@@ -265,10 +237,7 @@ def _call_piece(piece: parsers.Piece, spec: ChatSpec) -> dict[str, Any]:
 def body(generation: Generation, choices: Sequence[ChoiceResult], usage: Usage) -> bytes:
     """The JSON of an answer that is not streamed."""
     spec: ChatSpec = generation.spec
-    head = body_head(spec.response_id, "chat.completion", spec.created, spec.model)
-    value = usage_value(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, spec.env)
-    metadata = {"weight_version": spec.env.weight_version}
-    return http.dumps(head | {"choices": [_choice(spec, one) for one in choices], "usage": value, "metadata": metadata})
+    return openai.answer_body(spec, "chat.completion", [_choice(spec, one) for one in choices], usage)
 
 
 def _choice(spec: ChatSpec, result: ChoiceResult) -> dict[str, Any]:

@@ -5,19 +5,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from windtunnel.wire import http
-from windtunnel.wire.family import ChoiceResult, Delta, Generation, PromptPlan, StreamEncoder, TokenLogprob, Usage, WireError
-from windtunnel.wire.sglang import errors, requests
+from windtunnel.wire.family import ChoiceResult, Delta, Generation, StreamEncoder, TokenLogprob, Usage, WireError
+from windtunnel.wire.sglang import errors, openai, requests
 from windtunnel.wire.sglang.env import SglangEnv
-from windtunnel.wire.sglang.native import result_ids, routed_values
 from windtunnel.wire.sglang.openai import (
-    DONE,
+    AnswerSpec,
     OpenAiRequest,
-    abort_events,
-    body_head,
     chunk_head,
+    finish_members,
     legacy_logprobs,
+    stream_end,
     usage_value,
-    wants_usage,
 )
 from windtunnel.wire.vllm import chunks
 
@@ -40,17 +38,9 @@ class CompletionRequest(OpenAiRequest):
 
 
 @dataclass(frozen=True, slots=True)
-class CompletionSpec:
-    env: SglangEnv
-    response_id: str
-    model: str
-    created: int
-    prompts: tuple[PromptPlan, ...]
-    n: int
+class CompletionSpec(AnswerSpec):
     echo: bool
     logprobs: int | None
-    include_usage: bool
-    continuous_usage: bool
 
 
 def plan(body: bytes, headers: Mapping[str, str], env: SglangEnv) -> Generation:
@@ -63,31 +53,10 @@ def plan(body: bytes, headers: Mapping[str, str], env: SglangEnv) -> Generation:
     requests.check_logprobs("logprobs", request.logprobs, env)
     routed = requests.routing(request, headers, len(planned), env, request.model, request.n)
     limit = requests.output_limit(request.max_tokens, planned, env)
-    usage, continuous = wants_usage(request.stream_options)
-    spec = CompletionSpec(
-        env=env,
-        response_id=result_ids(routed.rids, request.n or 1)[0],
-        model=request.model or env.served_models[0],
-        created=env.now_s(),
-        prompts=planned,
-        n=request.n or 1,
-        echo=request.echo,
-        logprobs=request.logprobs,
-        include_usage=usage,
-        continuous_usage=continuous,
-    )
-    return Generation(
-        spec=spec,
-        response_id=spec.response_id,
-        model=spec.model,
-        prompts=planned,
-        sampling=requests.sampling_plan(request, limit, min_tokens=request.min_tokens, logprobs=request.logprobs, env=env),
-        stream=bool(request.stream),
-        family=name,
-        engine_ids=routed.rids,
-        answer_text=requests.wanted_text(request, planned, env, request.response_format),
-        stream_interval=env.stream_interval,
-        **routed_values(routed),
+    spec = CompletionSpec.of(request, routed, planned, env, echo=request.echo, logprobs=request.logprobs)
+    sampling = requests.sampling_plan(request, limit, min_tokens=request.min_tokens, logprobs=request.logprobs, env=env)
+    return openai.planned(
+        name, request, routed, spec, sampling, requests.wanted_text(request, planned, env, request.response_format)
     )
 
 
@@ -111,7 +80,7 @@ class CompletionEncoder:
     def __init__(self, spec: CompletionSpec) -> None:
         total = spec.n * len(spec.prompts)
         self._spec = spec
-        self._top = chunk_head(spec.response_id, "text_completion", spec.created, spec.model)
+        self._top = chunk_head(spec, "text_completion")
         self._heads = [b'%b"choices":[{"index":%d,"text":' % (self._top, index) for index in range(total)]
         self._tail = b',"logprobs":null,"finish_reason":null,"matched_stop":null}],"usage":null}\n\n'
         self._plain = spec.logprobs is None and not spec.continuous_usage
@@ -141,25 +110,10 @@ class CompletionEncoder:
         return (self._heads[index], self._tail) if self._plain and self._offsets[index] is not None else None
 
     def close(self, usage: Usage) -> bytes:
-        return usage_event(self._top, self._spec, usage) + DONE
+        return stream_end(self._top, self._spec, usage)
 
     def error(self, error: WireError) -> bytes:
-        return abort_events(error) + usage_event(self._top, self._spec, self._usage) + DONE
-
-
-def usage_event(top: bytes, spec: Any, usage: Usage | None) -> bytes:
-    """The event with no choices, when it was asked for."""
-    if not spec.include_usage:
-        return b""
-    told = usage or Usage(sum(len(prompt.token_ids) for prompt in spec.prompts), 0)
-    value = usage_value(told.prompt_tokens, told.completion_tokens, told.cached_tokens, spec.env)
-    return b'%b"choices":[],"usage":%b}\n\n' % (top, http.dumps(value))
-
-
-def finish_members(part: Delta | ChoiceResult) -> dict[str, Any]:
-    """`finish_reason` and `matched_stop`; what an abort says is not a stop."""
-    matched = part.stop_reason if part.finish_reason == "stop" else None
-    return {"finish_reason": part.finish_reason, "matched_stop": matched}
+        return errors.stream_event(error) + stream_end(self._top, self._spec, self._usage)
 
 
 def echoed(spec: CompletionSpec, index: int, text: str) -> str:
@@ -178,10 +132,7 @@ def prompt_entries(spec: CompletionSpec, prompt_index: int) -> list[TokenLogprob
 def body(generation: Generation, choices: Sequence[ChoiceResult], usage: Usage) -> bytes:
     """The JSON of an answer that is not streamed."""
     spec: CompletionSpec = generation.spec
-    head = body_head(spec.response_id, "text_completion", spec.created, spec.model)
-    value = usage_value(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, spec.env)
-    metadata = {"weight_version": spec.env.weight_version}
-    return http.dumps(head | {"choices": [_choice(spec, one) for one in choices], "usage": value, "metadata": metadata})
+    return openai.answer_body(spec, "text_completion", [_choice(spec, one) for one in choices], usage)
 
 
 def _choice(spec: CompletionSpec, result: ChoiceResult) -> dict[str, Any]:

@@ -25,6 +25,7 @@ PARTS_LIMIT = 32
 PART_LIMIT_BYTES = 16 * 1024 * 1024
 _DIGITS_LIMIT = 20
 _REASON_LIMIT = 4096
+_MEMORY_LIMIT_BYTES = 65536
 
 
 class FrameError(ValueError):
@@ -42,6 +43,8 @@ class Registration(NamedTuple):
     engine_rank: int = 0
     kv_item_len: int = 0
     slots: int = 0
+    memory: bytes = b""
+    """Where real bytes go (`wire.real_bytes.MemoryMap`), in the place of NIXL's metadata; empty without real bytes."""
 
 
 Message = Frame | Registration
@@ -83,8 +86,8 @@ def _metadata_parts(frame: Metadata, agent_name: str) -> list[bytes]:
 
 
 def _registration_parts(message: Registration) -> list[bytes]:
-    """As NIXL's, with nothing in the places that describe real memory (agent metadata, base addresses, dims, staging …)."""
-    head = [GUARD, NO_ROOM, *_address(message.peer), message.agent_name.encode(), b"", b"", b"", b""]
+    """As NIXL's, with nothing in the places that describe the KV's layout (base addresses, dims, staging …)."""
+    head = [GUARD, NO_ROOM, *_address(message.peer), message.agent_name.encode(), message.memory, b"", b"", b""]
     sizes = [message.gpu_id, message.attn_tp_size, message.engine_rank, message.kv_item_len]
     return [*head, *map(_number, sizes), b"", b"", b"0", b"0", _number(message.slots), b"", b""]
 
@@ -185,7 +188,10 @@ def _registration(parts: Sequence[bytes]) -> Registration:
     names = ("gpu id", "attn_tp_size", "engine rank", "kv item length")
     gpu, tp_size, rank, length = (_integer(part, name) for part, name in zip(parts[9:13], names, strict=True))
     slots = _integer(parts[17], "slot count") if len(parts) > 17 else 0
-    return Registration(_peer(parts[2], parts[3]), _text(parts[4]), gpu, tp_size, rank, length, slots)
+    if len(parts[5]) > _MEMORY_LIMIT_BYTES:
+        raise FrameError(f"a memory map of {len(parts[5])} bytes: at most {_MEMORY_LIMIT_BYTES} are read")
+    peer, memory = _peer(parts[2], parts[3]), bytes(parts[5])
+    return Registration(peer, _text(parts[4]), gpu, tp_size, rank, length, slots, memory)
 
 
 def _abort(parts: Sequence[bytes]) -> Abort:

@@ -77,11 +77,12 @@ def _continues(last: KvEvent, event: KvEvent) -> bool:
         return last.medium == event.medium
     if not isinstance(last, BlockStored) or not isinstance(event, BlockStored):
         return False
-    alike = (last.medium, last.lora, last.block_size, last.extra_keys[:1])
+    alike = (last.medium, last.lora, last.block_size, last.session_id, last.extra_keys[:1])
     return event.parent_hash == last.block_hashes[-1] and alike == (
         event.medium,
         event.lora,
         event.block_size,
+        event.session_id,
         event.extra_keys[:1],
     )
 
@@ -113,6 +114,7 @@ def _as_map(event: KvEvent) -> dict[str, Any]:
     if isinstance(event, BlockStored):
         _extra_key, salt = (event.extra_keys[0] if event.extra_keys else None) or ("", "")
         shown |= {"cache_salt": salt} if salt else {}
+        shown |= {"session_id": event.session_id} if event.session_id else {}
         shown |= {"lora_name": event.lora[1]} if event.lora else {}
     return shown
 

@@ -8,6 +8,7 @@ Three parts of the real server write them, each with labels of its own:
 * The HTTP layer: `SglangHttp` counts requests as they come and responses as they begin.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -147,8 +148,9 @@ HTTP_ROWS: tuple[Row, ...] = (
     _counter("http_requests", "Requests by endpoint and method"),
     _counter("http_responses", "Responses by endpoint, status and method"),
     _gauge("http_requests_active", "Requests at work"),
+    _gauge("routing_keys_active", "Different x-smg-routing-key of the requests at work"),
 )
-_HTTP_LABELS = {"http_responses": ("endpoint", "status_code", "method")}
+_HTTP_LABELS = {"http_responses": ("endpoint", "status_code", "method"), "routing_keys_active": ()}
 
 
 @dataclass(slots=True)
@@ -199,6 +201,9 @@ class SglangMetrics:
         for row in (*TOKENIZER_ROWS, *(TOKEN_HISTOGRAM_ROWS if token_histograms else ())):
             self._add(row, (*TOKENIZER_LABELS, *row.labels), [self._tokenizer])
         self._http = {row.name: self._add(row, _HTTP_LABELS.get(row.name, ("endpoint", "method")), []) for row in HTTP_ROWS}
+        self._http["routing_keys_active"].child()
+        self._keys: Counter[str] = Counter()
+        """Requests at work by their routing key."""
         for rank in range(ranks):
             self.set_gauges(rank, constants or {})
 
@@ -351,16 +356,26 @@ class SglangMetrics:
 
     # The HTTP layer
 
-    def on_http_begin(self, endpoint: str, method: str) -> None:
+    def on_http_begin(self, endpoint: str, method: str, routing_key: str | None = None) -> None:
         self._http["http_requests"].child(endpoint, method).inc()
         self._active(endpoint, method).inc()
+        self._count_key(routing_key, 1)
 
     def on_http_status(self, endpoint: str, method: str, status: int) -> None:
         """The head of a response: a stream that later carries an error is a 200."""
         self._http["http_responses"].child(endpoint, str(status), method).inc()
 
-    def on_http_end(self, endpoint: str, method: str) -> None:
+    def on_http_end(self, endpoint: str, method: str, routing_key: str | None = None) -> None:
         self._active(endpoint, method).inc(-1)
+        self._count_key(routing_key, -1)
+
+    def _count_key(self, key: str | None, more: int) -> None:
+        if key is None:
+            return
+        self._keys[key] += more
+        if not self._keys[key]:
+            del self._keys[key]
+        self._http["routing_keys_active"].child().value = float(len(self._keys))
 
     def _active(self, endpoint: str, method: str) -> Value:
         child: Value = self._http["http_requests_active"].child(endpoint, method)

@@ -11,7 +11,6 @@ from windtunnel.wire.family import ChoiceResult, Delta, Generation, PromptPlan, 
 from windtunnel.wire.output import synthetic_logprobs
 from windtunnel.wire.sglang import errors, requests
 from windtunnel.wire.sglang.env import SglangEnv
-from windtunnel.wire.vllm import fields
 
 name = "sglang_generate"
 paths: Sequence[str] = ("/generate",)
@@ -23,26 +22,11 @@ DEFAULT_MAX_NEW_TOKENS = 128
 DONE = b"data: [DONE]\n\n"
 
 
-class SamplingParams(fields.OpenModel):
+class SamplingParams(requests.SamplingFields):
     max_new_tokens: int | None = DEFAULT_MAX_NEW_TOKENS
     min_new_tokens: int = 0
     n: int = 1
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    stop_regex: str | list[str] | None = None
-    no_stop_trim: bool = False
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
     json_schema: str | None = None
-    regex: str | None = None
-    ebnf: str | None = None
 
 
 class GenerateRequest(requests.RoutingFields):
@@ -128,6 +112,7 @@ def routed_values(routed: requests.Routing) -> dict[str, Any]:
         "data_parallel_rank": routed.rank,
         "session_id": routed.session_id,
         "bootstrap": routed.bootstrap,
+        "kv_transfer": None if routed.prefill_rank is None else {"disagg_prefill_dp_rank": routed.prefill_rank},
     }
 
 

@@ -1,43 +1,30 @@
 """What SGLang's OpenAI families share: request fields, chunk heads, usage, abort events (SGLang reference §7.4)."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 from windtunnel.wire import http
-from windtunnel.wire.family import TokenLogprob, WireError
-from windtunnel.wire.sglang import errors, requests
+from windtunnel.wire.family import ChoiceResult, Delta, Generation, PromptPlan, SamplingPlan, TokenLogprob, Usage
+from windtunnel.wire.sglang import requests
 from windtunnel.wire.sglang.env import SglangEnv
+from windtunnel.wire.sglang.native import result_ids, routed_values
 from windtunnel.wire.vllm import chunks, fields
 
 DONE = chunks.DONE
 
 
-class OpenAiRequest(requests.RoutingFields):
+class OpenAiRequest(requests.SamplingFields, requests.RoutingFields):
     """Fields that completions and chat have in common."""
 
     model: str | None = None
     n: int | None = 1
     stream: bool | None = False
     stream_options: fields.StreamOptions | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    stop_regex: str | list[str] | None = None
-    no_stop_trim: bool = False
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
     min_tokens: int = 0
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
     seed: int | None = None
     logit_bias: dict[str, float] | None = None
     user: str | None = None
-    regex: str | None = None
-    ebnf: str | None = None
     response_format: fields.AnyResponseFormat | None = None
 
     def sampling_values(self, max_tokens: int | None) -> Mapping[str, Any]:
@@ -46,19 +33,76 @@ class OpenAiRequest(requests.RoutingFields):
         return told | {"n": self.n, "max_new_tokens": max_tokens, "min_new_tokens": self.min_tokens}
 
 
-def wants_usage(options: fields.StreamOptions | None) -> tuple[bool, bool]:
-    """(a usage event at the end, usage on every event)"""
-    if options is None:
-        return False, False
-    return bool(options.include_usage), bool(options.continuous_usage_stats)
+@dataclass(frozen=True, slots=True)
+class AnswerSpec:
+    """What an answer of either family is written from."""
+
+    env: SglangEnv
+    response_id: str
+    model: str
+    created: int
+    prompts: tuple[PromptPlan, ...]
+    n: int
+    include_usage: bool
+    """An event with no choices at the end of a stream."""
+    continuous_usage: bool
+    """Usage on every event."""
+
+    @classmethod
+    def of(
+        cls, request: OpenAiRequest, routed: requests.Routing, prompts: tuple[PromptPlan, ...], env: SglangEnv, **own: Any
+    ) -> Self:
+        """`own`: the fields of a subclass."""
+        options = request.stream_options
+        return cls(
+            env=env,
+            response_id=result_ids(routed.rids, request.n or 1)[0],
+            model=request.model or env.served_models[0],
+            created=env.now_s(),
+            prompts=prompts,
+            n=request.n or 1,
+            include_usage=bool(options and options.include_usage),
+            continuous_usage=bool(options and options.continuous_usage_stats),
+            **own,
+        )
 
 
-def chunk_head(response_id: str, kind: str, created: int, model: str) -> bytes:
-    return b"data: %b," % http.dumps(body_head(response_id, kind, created, model))[:-1]
+def planned(
+    family: str,
+    request: OpenAiRequest,
+    routed: requests.Routing,
+    spec: AnswerSpec,
+    sampling: SamplingPlan,
+    answer_text: str | None,
+) -> Generation:
+    return Generation(
+        spec=spec,
+        response_id=spec.response_id,
+        model=spec.model,
+        prompts=spec.prompts,
+        sampling=sampling,
+        stream=bool(request.stream),
+        family=family,
+        engine_ids=routed.rids,
+        answer_text=answer_text,
+        stream_interval=spec.env.stream_interval,
+        **routed_values(routed),
+    )
 
 
-def body_head(response_id: str, kind: str, created: int, model: str) -> dict[str, Any]:
-    return {"id": response_id, "object": kind, "created": created, "model": model}
+def chunk_head(spec: AnswerSpec, kind: str) -> bytes:
+    return b"data: %b," % http.dumps(_head(spec, kind))[:-1]
+
+
+def _head(spec: AnswerSpec, kind: str) -> dict[str, Any]:
+    return {"id": spec.response_id, "object": kind, "created": spec.created, "model": spec.model}
+
+
+def answer_body(spec: AnswerSpec, kind: str, choices: Sequence[Mapping[str, Any]], usage: Usage) -> bytes:
+    """The JSON of an answer that is not streamed."""
+    value = usage_value(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, spec.env)
+    metadata = {"weight_version": spec.env.weight_version}
+    return http.dumps(_head(spec, kind) | {"choices": choices, "usage": value, "metadata": metadata})
 
 
 def usage_value(prompt_tokens: int, completion_tokens: int, cached: int, env: SglangEnv, reasoning: int = 0) -> dict[str, Any]:
@@ -73,8 +117,19 @@ def usage_value(prompt_tokens: int, completion_tokens: int, cached: int, env: Sg
     }
 
 
-def abort_events(error: WireError) -> bytes:
-    return errors.stream_event(error)
+def stream_end(top: bytes, spec: AnswerSpec, usage: Usage | None) -> bytes:
+    """Usage in an event with no choices, when it was asked for, and the terminator."""
+    if not spec.include_usage:
+        return DONE
+    told = usage or Usage(sum(len(prompt.token_ids) for prompt in spec.prompts), 0)
+    value = usage_value(told.prompt_tokens, told.completion_tokens, told.cached_tokens, spec.env)
+    return b'%b"choices":[],"usage":%b}\n\n%b' % (top, http.dumps(value), DONE)
+
+
+def finish_members(part: Delta | ChoiceResult) -> dict[str, Any]:
+    """`finish_reason` and `matched_stop`; what an abort says is not a stop."""
+    matched = part.stop_reason if part.finish_reason == "stop" else None
+    return {"finish_reason": part.finish_reason, "matched_stop": matched}
 
 
 def legacy_logprobs(entries: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:

@@ -2,7 +2,9 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
+
+from pydantic import Field
 
 from windtunnel.core.request import Lora
 from windtunnel.wire.family import PromptPlan, SamplingPlan, WireError
@@ -14,6 +16,7 @@ from windtunnel.wire.vllm import fields, prompts, structured
 MAX_BATCH = 1024
 """Prompts in one request; the real server has no limit."""
 MAX_N = 1024
+MAX_RANKS = 1024
 MAX_STOP_REGEX = 64
 MAX_RESULTS = 4096
 """Prompts times `n`."""
@@ -36,7 +39,27 @@ class RoutingFields(fields.OpenModel):
     bootstrap_room: int | list[int] | None = None
     routed_dp_rank: int | None = None
     data_parallel_rank: int | None = None
-    disagg_prefill_dp_rank: int | None = None
+    disagg_prefill_dp_rank: Annotated[int, Field(ge=0, lt=MAX_RANKS)] | None = None
+
+
+class SamplingFields(fields.OpenModel):
+    """Fields that the native sampling parameters and the OpenAI requests have in common."""
+
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    stop_regex: str | list[str] | None = None
+    no_stop_trim: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    regex: str | None = None
+    ebnf: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +70,8 @@ class Routing:
     lora: Lora | None
     rank: int | None
     bootstrap: tuple[Bootstrap, ...] | None
+    prefill_rank: int | None
+    """On a decode: the prefill's rank, where the room does not tell it."""
     priority: int
     cache_salt: str | None
     extra_key: str | None
@@ -64,6 +89,7 @@ def routing(
         lora=_lora(request.lora_path, model, env),
         rank=_rank(request, headers, env),
         bootstrap=_bootstrap(request, count, n or 1),
+        prefill_rank=request.disagg_prefill_dp_rank,
         priority=request.priority or 0,
         cache_salt=_first(request.cache_salt),
         extra_key=_first(request.extra_key),

@@ -6,13 +6,14 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
+from windtunnel.core.tokenizer import TemplateOptions
 from windtunnel.wire import http
 from windtunnel.wire.env import ServerEnv
 from windtunnel.wire.family import ChoiceResult, Delta, Generation, PromptPlan, StreamEncoder, Usage, WireError
 from windtunnel.wire.output import HeldLogprobs
 from windtunnel.wire.vllm import chunks, fields, messages_in, models, parsers, prompts, sampling, structured
 from windtunnel.wire.vllm.completions import Routing, check_cache_salt
-from windtunnel.wire.vllm.fields import AtLeastOne, AtLeastZero, CacheSalt, Int64, StopList, Truncation
+from windtunnel.wire.vllm.fields import AtLeastOne, Int64, StopList
 
 name = "chat"
 paths: Sequence[str] = ("/v1/chat/completions",)
@@ -21,9 +22,7 @@ ToolChoice = Literal["none"] | Literal["auto"] | Literal["required"] | messages_
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
-class ChatCompletionRequest(fields.OpenModel):
-    """Fields in the order of vLLM's own model: it is the order of the validation lines."""
-
+class _Asked(fields.OpenModel):
     messages: messages_in.MessageList
     model: str | None = None
     frequency_penalty: float | None = None
@@ -48,20 +47,9 @@ class ChatCompletionRequest(fields.OpenModel):
     include_reasoning: bool = True
     parallel_tool_calls: bool | None = True
     user: str | None = None
-    use_beam_search: bool = False
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    watermarking: bool | None = None
-    length_penalty: float = 1.0
-    stop_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    min_tokens: int = 0
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
-    truncate_prompt_tokens: Truncation | None = None
-    truncation_side: Literal["left", "right"] | None = None
+
+
+class _Conversation(fields.OpenModel):
     prompt_logprobs: int | None = None
     logprob_token_ids: list[int] | None = None
     allowed_token_ids: list[int] | None = None
@@ -75,22 +63,15 @@ class ChatCompletionRequest(fields.OpenModel):
     chat_template_kwargs: dict[str, Any] | None = None
     media_io_kwargs: dict[str, dict[str, Any]] | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
-    structured_outputs: fields.StructuredOutputs | None = None
-    priority: Int64 = 0
-    request_id: str | None = None
-    session_id: str | None = None
-    return_tokens_as_token_ids: bool | None = None
-    return_token_ids: bool | None = None
-    routed_experts_prompt_start: AtLeastZero = 0
-    return_token_offsets: bool | None = False
+
+
+class _Answered(fields.Answered):
     return_prompt_text: bool | None = None
-    mm_payload: Literal["tensors", "none"] = "tensors"
-    return_mm_kwargs: bool | None = None
-    cache_salt: CacheSalt | None = None
-    kv_transfer_params: dict[str, Any] | None = None
-    ec_transfer_params: dict[str, Any] | None = None
-    vllm_xargs: fields.Xargs | None = None
-    repetition_detection: fields.RepetitionDetection | None = None
+
+
+class ChatCompletionRequest(fields.PassedOn, _Answered, _Conversation, fields.Sampled, _Asked):
+    """Fields in the order of vLLM's own model: it is the order of the validation lines."""
+
     stream_interval: AtLeastOne | None = None
 
     @model_validator(mode="before")
@@ -306,15 +287,15 @@ def _template_text(conversation: list[dict[str, Any]], request: Any, env: Server
     kwargs = dict(request.chat_template_kwargs or {})
     kwargs.update({key: value for key in ("reasoning_effort", "documents") if (value := getattr(request, key, None))})
     tools = getattr(request, "tools", None)
+    options = TemplateOptions(
+        tools=[_tool_value(tool) for tool in tools] if tools else None,
+        add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
+        chat_template=request.chat_template or kwargs.pop("chat_template", None),
+        kwargs=kwargs,
+    )
     try:
-        return env.tokenizer.apply_chat_template(
-            conversation,
-            tools=[_tool_value(tool) for tool in tools] if tools else None,
-            add_generation_prompt=request.add_generation_prompt,
-            continue_final_message=request.continue_final_message,
-            chat_template=request.chat_template or kwargs.pop("chat_template", None),
-            template_kwargs=kwargs,
-        )
+        return env.tokenizer.apply_chat_template(conversation, options)
     except ValueError as error:
         raise WireError(str(error)) from None
 

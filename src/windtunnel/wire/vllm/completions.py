@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
@@ -10,7 +10,7 @@ from windtunnel.wire import http
 from windtunnel.wire.env import ServerEnv
 from windtunnel.wire.family import ChoiceResult, Delta, Generation, PromptPlan, StreamEncoder, TokenLogprob, Usage, WireError
 from windtunnel.wire.vllm import chunks, fields, models, prompts, sampling, structured
-from windtunnel.wire.vllm.fields import AtLeastOne, AtLeastZero, CacheSalt, Int64, LongTokenIds, StopList, TokenId, Truncation
+from windtunnel.wire.vllm.fields import AtLeastOne, Int64, LongTokenIds, StopList, TokenId
 
 name = "completions"
 paths: Sequence[str] = ("/v1/completions",)
@@ -18,9 +18,7 @@ paths: Sequence[str] = ("/v1/completions",)
 DEFAULT_MAX_TOKENS = 16
 
 
-class CompletionRequest(fields.OpenModel):
-    """Fields in the order of vLLM's own model: it is the order of the validation lines."""
-
+class _Asked(fields.OpenModel):
     model: str | None = None
     prompt: Annotated[list[TokenId] | list[list[TokenId]] | str | list[str] | None, LongTokenIds] = None
     echo: bool | None = False
@@ -38,20 +36,9 @@ class CompletionRequest(fields.OpenModel):
     temperature: float | None = None
     top_p: float | None = None
     user: str | None = None
-    use_beam_search: bool = False
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    watermarking: bool | None = None
-    length_penalty: float = 1.0
-    stop_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    min_tokens: int = 0
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
-    truncate_prompt_tokens: Truncation | None = None
-    truncation_side: Literal["left", "right"] | None = None
+
+
+class _Prompt(fields.OpenModel):
     allowed_token_ids: list[int] | None = None
     prompt_logprobs: int | None = None
     logprob_token_ids: list[int] | None = None
@@ -59,21 +46,11 @@ class CompletionRequest(fields.OpenModel):
     prompt_embeds: str | list[str] | None = None
     add_special_tokens: bool = True
     response_format: fields.AnyResponseFormat | None = None
-    structured_outputs: fields.StructuredOutputs | None = None
-    priority: Int64 = 0
-    request_id: str | None = None
-    session_id: str | None = None
-    return_tokens_as_token_ids: bool | None = None
-    return_token_ids: bool | None = None
-    routed_experts_prompt_start: AtLeastZero = 0
-    return_token_offsets: bool | None = False
-    mm_payload: Literal["tensors", "none"] = "tensors"
-    return_mm_kwargs: bool | None = None
-    cache_salt: CacheSalt | None = None
-    kv_transfer_params: dict[str, Any] | None = None
-    ec_transfer_params: dict[str, Any] | None = None
-    vllm_xargs: fields.Xargs | None = None
-    repetition_detection: fields.RepetitionDetection | None = None
+
+
+class CompletionRequest(fields.PassedOn, fields.Answered, _Prompt, fields.Sampled, _Asked):
+    """Fields in the order of vLLM's own model: it is the order of the validation lines."""
+
     thinking_token_budget: int | None = None
     stream_interval: AtLeastOne | None = None
 

@@ -106,6 +106,53 @@ class RepetitionDetection(BaseModel):
     min_count: int = 0
 
 
+# Runs of fields that completions and chat share. A model's fields are in the order of its bases, the last one first.
+
+
+class Sampled(OpenModel):
+    """How the engine samples, and what of the prompt it keeps."""
+
+    use_beam_search: bool = False
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    watermarking: bool | None = None
+    length_penalty: float = 1.0
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    truncate_prompt_tokens: Truncation | None = None
+    truncation_side: Literal["left", "right"] | None = None
+
+
+class Answered(OpenModel):
+    """The answer's form, its place in the queue, and what it tells."""
+
+    structured_outputs: StructuredOutputs | None = None
+    priority: Int64 = 0
+    request_id: str | None = None
+    session_id: str | None = None
+    return_tokens_as_token_ids: bool | None = None
+    return_token_ids: bool | None = None
+    routed_experts_prompt_start: AtLeastZero = 0
+    return_token_offsets: bool | None = False
+
+
+class PassedOn(OpenModel):
+    """Media, cache and transfer: handed to the engine as they are."""
+
+    mm_payload: Literal["tensors", "none"] = "tensors"
+    return_mm_kwargs: bool | None = None
+    cache_salt: CacheSalt | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+    ec_transfer_params: dict[str, Any] | None = None
+    vllm_xargs: Xargs | None = None
+    repetition_detection: RepetitionDetection | None = None
+
+
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 

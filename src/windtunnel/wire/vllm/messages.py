@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from windtunnel.wire import http
 from windtunnel.wire.env import ServerEnv
@@ -93,10 +93,19 @@ class OutputConfig(fields.OpenModel):
     format: JsonOutputFormat | None = None
 
 
+def _named(value: str) -> str:
+    if not value:
+        raise ValueError("Model is required")
+    return value
+
+
+ModelName = Annotated[str, AfterValidator(_named)]
+
+
 class CountTokensRequest(fields.OpenModel):
     """Fields in the order of vLLM's own model: it is the order of the validation lines."""
 
-    model: str
+    model: ModelName
     messages: list[InputMessage]
     output_config: OutputConfig | None = None
     system: str | list[ContentBlock] | None = None
@@ -105,18 +114,11 @@ class CountTokensRequest(fields.OpenModel):
     tools: list[Tool] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    @field_validator("model")
-    @classmethod
-    def _named(cls, value: str) -> str:
-        if not value:
-            raise ValueError("Model is required")
-        return value
-
 
 class MessagesRequest(fields.OpenModel):
     """Fields in the order of vLLM's own model."""
 
-    model: str
+    model: ModelName
     messages: list[InputMessage]
     max_tokens: int
     metadata: dict[str, Any] | None = None
@@ -138,13 +140,6 @@ class MessagesRequest(fields.OpenModel):
     ec_transfer_params: dict[str, Any] | None = None
     vllm_xargs: fields.Xargs | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-
-    @field_validator("model")
-    @classmethod
-    def _named(cls, value: str) -> str:
-        if not value:
-            raise ValueError("Model is required")
-        return value
 
     @field_validator("max_tokens")
     @classmethod

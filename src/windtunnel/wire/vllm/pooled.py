@@ -160,4 +160,4 @@ def usage_value(usage: Usage) -> dict[str, Any]:
 
 
 def no_encoder(_generation: Generation) -> StreamEncoder:
-    raise NotImplementedError("pooling answers are never streamed: `plan` says stream=False")
+    raise NotImplementedError("vectors and scores are never streamed: `plan` says stream=False")

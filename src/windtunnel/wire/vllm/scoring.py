@@ -11,15 +11,16 @@ from typing import Any
 
 from windtunnel.wire import http
 from windtunnel.wire.env import ServerEnv
-from windtunnel.wire.family import ChoiceResult, Generation, PromptPlan, SamplingPlan, StreamEncoder, Usage, WireError
-from windtunnel.wire.vllm import chunks, fields, models, prompts
+from windtunnel.wire.family import ChoiceResult, Generation, PromptPlan, Usage
+from windtunnel.wire.vllm import chunks, fields, models, pooled, prompts
 from windtunnel.wire.vllm.completions import Routing
 from windtunnel.wire.vllm.fields import Int64
 
 name = "generative_scoring"
 paths: Sequence[str] = ("/generative_scoring",)
 
-ONE_TOKEN = SamplingPlan(max_tokens=1, ignore_eos=True)
+encoder = pooled.no_encoder
+error_body = http.error_body
 
 
 class GenerativeScoringRequest(fields.OpenModel):
@@ -69,7 +70,7 @@ def plan(body: bytes, headers: Mapping[str, str], env: ServerEnv) -> Generation:
         response_id=spec.response_id,
         model=model,
         prompts=tuple(_prompt(request, item, env) for item in request.items),
-        sampling=ONE_TOKEN,
+        sampling=pooled.ONE_STEP,
         stream=False,
         family=name,
         indexed_ids=True,
@@ -123,17 +124,9 @@ def _logit(token_ids: Sequence[int], label: int) -> float:
     return int.from_bytes(digest) / 2**32 * 12 - 6
 
 
-def encoder(generation: Generation) -> StreamEncoder:
-    raise NotImplementedError("generative scoring is never streamed: `plan` says stream=False")
-
-
 def body(generation: Generation, choices: Sequence[ChoiceResult], usage: Usage) -> bytes:
     spec: ScoringSpec = generation.spec
     scores = [score(prompt.token_ids, spec.labels, softmax=spec.softmax) for prompt in generation.prompts]
     told: dict[str, Any] = {"id": spec.response_id, "object": "list", "created": spec.created, "model": spec.model}
     told["data"] = [{"index": at, "object": "score", "score": value} for at, value in enumerate(scores)]
     return http.dumps(told | {"usage": chunks.body_usage(usage, None, None)})
-
-
-def error_body(error: WireError) -> bytes:
-    return http.error_body(error)

@@ -223,6 +223,9 @@ class DecodeWorker(DisaggWorker):
             entry.dp_rank = _derived_rank(topology, entry.room)
         if topology is not None and entry.dp_rank is None and not entry.fake:
             return
+        if topology is not None and entry.dp_rank is not None and entry.dp_rank >= topology.dp_size:
+            self._fail_rooms(entry, f"Prefill dp rank {entry.dp_rank} is not one of the {topology.dp_size} of {entry.address}")
+            return
         entry.resolved = True
         for at, receiver in enumerate(entry.receivers):
             if isinstance(receiver, FakeReceiver):
