@@ -261,6 +261,32 @@ class _Stranger:
     async def close(self) -> None: ...
 
 
+class _Mortal(_Stranger):
+    """A client process that is killed before it is ready."""
+
+    async def receive(self) -> bytes | None:
+        return None
+
+    async def why(self) -> str:
+        return "was killed by signal 9 (SIGKILL)"
+
+
+@pytest.mark.parametrize("others", [0, 2])
+async def test_the_others_go_on_when_one_is_killed_at_the_start(others: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def some_die(count: int, on: str) -> list[Any]:
+        return [_Mortal(), *(await open_pipes(others, on))]
+
+    monkeypatch.setattr("windtunnel.lab.clients.open_pipes", some_die)
+    if not others:
+        with pytest.raises(ClientsError, match="was killed by signal 9"):
+            await blow(SPREAD)
+        return
+    result = await blow(SPREAD)
+    assert [(one.why, one.requests) for one in result.lost_clients] == [("was killed by signal 9 (SIGKILL)", 0)]
+    assert result.untried is not None and "SIGKILL" in result.untried
+    assert {victim.end for victim in result.of(Role.VICTIM)} == {End.LEFT}
+
+
 async def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     async def strangers(count: int, on: str) -> list[_Stranger]:
         return [_Stranger()]

@@ -24,7 +24,7 @@ from windtunnel.cli import storm as storm_command
 from windtunnel.lab import arms
 from windtunnel.lab.arms import count_patterns, fill, free_ports, running
 from windtunnel.lab.experiment import Options, Progress, run_experiment, schedule, with_options
-from windtunnel.lab.experiment_file import Arm, Environment, Experiment
+from windtunnel.lab.experiment_file import Arm, Environment, Experiment, parse
 from windtunnel.lab.report import DocumentError, check_document, html, schema, write_all
 
 app = typer.Typer()
@@ -368,7 +368,7 @@ def test_a_late_environment_error_keeps_the_trials_before_it(text: str, tmp_path
             ["experiment", "run", "cancelled-streams", "--control-cmd", "/no/such", "--treatment-cmd", "/no/such"],
             "cannot start",
         ),
-        (["experiment", "run", "cancelled-streams", "--control-cmd", "x {prot}"], "unknown placeholder"),
+        (["experiment", "run", "cancelled-streams", "--control-cmd", "x {prot}"], "--control-cmd: unknown placeholder"),
         (["experiment", "show", "nothing"], "no built-in"),
         (["report", "/no/such/folder"], "No such file"),
         (["storm", "http://10.0.0.1:1", "--model", "m"], "--i-own-this-target"),
@@ -384,6 +384,28 @@ def test_usage_and_environment_errors_exit_with_2(arguments: list[str], message:
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+def test_no_secret_of_a_command_or_a_variable_is_in_the_document(text: str, tmp_path: Path) -> None:
+    secrets = "env DB_PASS=geheim1 AWS_SECRET_ACCESS_KEY=geheim2 X=http://h/?api_key=geheim3 Y='X-Api-Key: geheim4' "
+    command = f"command = '{server_command()}'"
+    env = "env = { AZURE_OPENAI_API_KEY = 'geheim5', MAX_TOKENS = '400' }"
+    changed = text.replace(command, f'command = """{secrets}{server_command()}"""\n{env}')
+    experiment = parse(changed, "x")
+    document = asyncio.run(run_experiment(experiment, Options(trials=1, aa="treatment", out=tmp_path)))
+    write_all(document, tmp_path)
+    told = "".join(path.read_text("utf-8", "replace") for path in tmp_path.iterdir())
+    assert "geheim" not in told and "DB_PASS=<removed>" in told
+    assert '"max_tokens": 400' in told and document["verdict"] == "confirmed"
+
+
+def test_a_wrong_placeholder_is_named_by_its_place(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(text.replace("{port} '", "{prot} '").replace("{port}'", "{prot}'"), "utf-8")
+    line = next(number for number, line in enumerate(file.read_text("utf-8").splitlines(), 1) if "{prot}" in line)
+    result = CliRunner().invoke(app, ["experiment", "run", str(file)])
+    assert result.exit_code == 2
+    assert f"{file}:{line}: arms.treatment.command: unknown placeholder {{prot}}" in result.stderr.replace("\n", "")
 
 
 def test_list_and_show() -> None:

@@ -56,6 +56,15 @@ def test_errors_name_key_and_line(text: str, old: str, new: str, at: str, key: s
     assert message in str(caught.value)
 
 
+def test_a_wrong_item_is_one_problem(text: str) -> None:
+    only = text[: text.index('[[predictions]]\nid = "clean"')] + text[text.index("[effect]") :]
+    with pytest.raises(ExperimentError) as caught:
+        parse(only.replace('operator = ">"', 'operator = "=>"'), "fake.toml")
+    assert "predictions.0.operator" in str(caught.value) and "\n" not in str(caught.value)
+    with pytest.raises(ExperimentError, match=r"predictions: .*at least 1 item"):
+        parse(only.replace("[[predictions]]", "[[ignored]]").replace("trials = 2", "trials = 2\npredictions = []"), "fake.toml")
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [

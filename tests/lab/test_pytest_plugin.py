@@ -30,6 +30,9 @@ def test_nothing_tried(windtunnel_server, storm):
     server = windtunnel_server()
     assert_clean(storm(server.url, **{**QUICK, "victim": {"max_tokens": 2}}))
 
+def test_not_watched(windtunnel_server, storm):
+    storm(windtunnel_server().url, watch=["nosuchgauge"], **QUICK)
+
 def test_strangers(storm):
     storm("http://192.0.2.1:1", model="m")
 """
@@ -41,7 +44,8 @@ def test_the_fixtures_start_storm_and_judge(pytester: pytest.Pytester, monkeypat
     known = any(one.name == "windtunnel" for one in entry_points(group="pytest11"))
     plugin = () if known else ("-p", "windtunnel.lab.pytest_plugin")
     result = pytester.runpytest_subprocess(*plugin, "-p", "no:cacheprovider", "-q")
-    result.assert_outcomes(passed=2, failed=3)
+    result.assert_outcomes(passed=2, failed=4)
     result.stdout.fnmatch_lines(["*corrupt_stream (high;*"])
     result.stdout.fnmatch_lines(["*nothing follows from the storm: no client left*"])
+    result.stdout.fnmatch_lines(["*--watch nosuchgauge*"])
     result.stdout.fnmatch_lines(["*192.0.2.1 is not this machine*"])

@@ -210,6 +210,33 @@ async def test_a_target_that_never_answers_can_be_left(tmp_path: Path) -> None:
     assert "interrupted before the storm began" in err
 
 
+INTERRUPT_AT_IMPORT = """
+import os, signal, sys
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == {name!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Finder())
+sys.argv[1:] = {words!r}
+from windtunnel.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    "name", ["windtunnel.cli", "typer", "windtunnel.cli.up", "windtunnel.cli.glue", "pydantic", "windtunnel.lab.storm"]
+)
+async def test_ctrl_c_while_it_starts_is_a_clean_end(name: str) -> None:
+    """By the import at which it comes, since a time would be another one on every machine."""
+    words = ["storm", "http://127.0.0.1:1", "--json"]
+    pipe = asyncio.subprocess.PIPE
+    code = INTERRUPT_AT_IMPORT.format(name=name, words=words)
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=pipe, stderr=pipe)
+    assert await finish(process) == (130, "", "windtunnel: interrupted before it began\n")
+
+
 async def test_a_second_signal_gives_up_at_once() -> None:
     """The drain of a storm waits for nobody who has signalled twice."""
     stuck = asyncio.Event()

@@ -119,15 +119,22 @@ class SpreadClients:
         self._closing = False
 
     async def start(self, processes: int, on: str) -> None:
-        """Raises ClientsError when they do not come up, or are of another version."""
+        """Raises ClientsError when none of them comes up, or one is of another version. One that ends meanwhile is lost."""
         self._peers = [_Peer(pipe) for pipe in await open_pipes(processes, on)]
         try:
             async with asyncio.timeout(START_PATIENCE_NS / 1e9):
-                await asyncio.gather(*(self._begin(peer) for peer in self._peers))
+                begun = await asyncio.gather(*(self._begin(peer) for peer in self._peers), return_exceptions=True)
         except TimeoutError:
             raise ClientsError(
                 f"not all {processes} client processes were ready within {START_PATIENCE_NS / 1e9:g} s"
             ) from None
+        for peer, failure in zip(self._peers, begun, strict=True):
+            if isinstance(failure, _Gone):
+                await self._lose(peer)
+        failures = [failure for failure in begun if failure is not None]
+        fatal = [failure for failure in failures if not isinstance(failure, _Gone)]
+        if fatal or len(failures) == len(self._peers):
+            raise (fatal or failures)[0]
 
     async def _begin(self, peer: _Peer) -> None:
         ready = await _hear(peer)
@@ -250,10 +257,14 @@ class SpreadClients:
         return StreamRecord(errand.ask, End.CLIENT_DIED, errand.started_ns, self._session.now_ns(), error=why)
 
 
+class _Gone(ClientsError):
+    """A client process ended before it was ready."""
+
+
 async def _hear(peer: _Peer) -> Any:
     frame = await peer.pipe.receive()
     if frame is None:
-        raise ClientsError(f"{peer.pipe.name} {await peer.pipe.why()}")
+        raise _Gone(f"{peer.pipe.name} {await peer.pipe.why()}")
     return decode(frame)
 
 

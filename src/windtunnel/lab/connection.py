@@ -98,7 +98,7 @@ def parse_origin(url: str) -> Origin:
             " grpc://HOST:PORT for a gRPC worker"
         )
     if parts.query or parts.fragment or parts.username:
-        raise ValueError(f"{url!r}: a base URL has no query, fragment or user; send keys with --header")
+        raise ValueError(f"{url.partition('?')[0]!r}: a base URL has no query, fragment or user; send keys with --header")
     if parts.scheme in GRPC and (parts.port is None or parts.path.strip("/")):
         raise ValueError(f"{url!r}: a gRPC worker has a port and no path: write {parts.scheme}://HOST:PORT")
     port = parts.port or (443 if parts.scheme in TLS else 80)

@@ -68,7 +68,7 @@ def storm_report(target: Target, result: StormResult, *, reproduce: str | None =
         "started_at": started_at.isoformat(timespec="seconds"),
         "target": target.origin.url,
         "model": target.model,
-        "metrics_urls": [f"{url.origin.url}{url.path}" for url in target.metrics],
+        "metrics_urls": [url.shown for url in target.metrics],
         **storm_document(result),
         "storm": plan_document(result.plan),
         "versions": versions(),

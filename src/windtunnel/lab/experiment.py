@@ -19,7 +19,7 @@ from windtunnel.lab.arms import LOG_LIMIT_NOTE, Running, Stopped, count_patterns
 from windtunnel.lab.connection import parse_origin
 from windtunnel.lab.document import environment as machine
 from windtunnel.lab.document import plan_document, storm_document, versions
-from windtunnel.lab.experiment_file import Arm, ArmName, Environment, Experiment, Prediction
+from windtunnel.lab.experiment_file import Arm, ArmName, Environment, Experiment, Prediction, at_key
 from windtunnel.lab.findings import Severity
 from windtunnel.lab.plan import StormPlan, check_target_allowed
 from windtunnel.lab.redact import redact, redact_file, secrets_of
@@ -100,11 +100,20 @@ def _both_arms(experiment: Experiment, name: ArmName) -> tuple[Prediction, ...]:
     return tuple(one.model_copy(update={"arm": arm, "id": f"{one.id}.{arm}"}) for one in own for arm in ARMS)
 
 
-def _check_templates(experiment: Experiment) -> None:
+def _check_templates(experiment: Experiment, options: Options) -> None:
     """Raises ValueError for a placeholder that does not exist, before anything is started."""
+    flags = {(name, "command"): f"--{name}-cmd" for name in options.commands or {}}
+    flags |= {(name, "ready_url"): "--ready-url" for name in ARMS if options.ready_url is not None}
+    source = options.source or experiment.name
     for name in ARMS:
-        for template in (experiment.arm(name).command, experiment.arm(name).ready_url):
-            fill(template or "", port=0, time_scale=1.0, seed=0)
+        arm = experiment.arm(name)
+        urls = [(f"metrics_urls.{number}", url) for number, url in enumerate(arm.metrics_urls)]
+        for key, template in (("command", arm.command), ("ready_url", arm.ready_url), *urls):
+            try:
+                fill(template or "", port=0, time_scale=1.0, seed=0)
+            except ValueError as error:
+                where = flags.get((name, key)) or at_key(source, ["arms", name, *key.split(".")])
+                raise ValueError(f"{where}: {error}") from None
 
 
 def schedule(trials: int, seed: int) -> list[tuple[int, ArmName]]:
@@ -131,7 +140,7 @@ async def run_experiment(
     trials: dict[ArmName, list[dict[str, Any]]] = {name: [] for name in ARMS}
     order = schedule(experiment.trials, experiment.seed)
     environment: str | None = None
-    _check_templates(experiment)
+    _check_templates(experiment, options)
     with tempfile.TemporaryDirectory(prefix="windtunnel-") as scratch:
         logs = options.out or Path(scratch)
         for done, (trial, name) in enumerate(order):

@@ -322,7 +322,26 @@ def parse(text: str, source: str) -> Experiment:
     except PlanError as error:
         raise ExperimentError(f"{source}: storm.{error}") from None
     except ValidationError as error:
-        raise ExperimentError("\n".join(_problem(one, text, source) for one in error.errors())) from None
+        problems = _roots(error.errors())
+        raise ExperimentError("\n".join(_problem(one, text, source) for one in problems)) from None
+
+
+def _roots(problems: Sequence[Any]) -> list[Any]:
+    """Without those that a part's own error has brought about: a list whose items are all wrong is not too short."""
+    return [
+        one
+        for one in problems
+        if one["type"] != "too_short"
+        or not any(len(other["loc"]) > len(one["loc"]) and other["loc"][: len(one["loc"])] == one["loc"] for other in problems)
+    ]
+
+
+def at_key(source: str, where: Sequence[str | int]) -> str:
+    """`source:line: key` of a name or file as `load` takes it."""
+    path = Path(source)
+    text = built_ins().get(source) or (path.read_text("utf-8") if path.is_file() else "")
+    line = find_line(text, where)
+    return f"{source}{f':{line}' if line else ''}: {'.'.join(str(part) for part in where)}"
 
 
 def _problem(problem: Mapping[str, Any], text: str, source: str) -> str:

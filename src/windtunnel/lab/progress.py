@@ -178,8 +178,10 @@ def print_storm(document: Mapping[str, Any], out: Path | None = None) -> None:
     console = _console(stderr=False)
     victims, bystanders, later = document["victims"], document["bystanders"], document["later_streams"]
     console.print(f"{victims['left']} of {victims['sent']} victims left; {_trial_line({**document, 'error': None})}")
-    quiet = document["quiet_s"]
-    console.print(f"leaked: {_leaked(document, ', ')}; {'never quiet again' if quiet is None else f'quiet at {quiet:.2f} s'}")
+    leaked, quiet = _leaked(document, ", "), document["quiet_s"]
+    blind = leaked == _UNSEEN and quiet is None
+    ended = "" if blind else "; never quiet again" if quiet is None else f"; quiet at {quiet:.2f} s"
+    console.print(f"leaked: {leaked}{ended}")
     for note in document["notes"]:
         console.print(f"[dim]note: {escape(note)}")
     _print_findings(console, document["findings"])
@@ -188,7 +190,9 @@ def print_storm(document: Mapping[str, Any], out: Path | None = None) -> None:
     elif document["untried"]:
         console.print(f"[bold blue]inconclusive[/]: {escape(document['untried'])}")
     elif not document["findings"]:
-        console.print(f"[bold green]clean[/]: {bystanders['sent']} bystanders and {later['sent']} later streams unharmed")
+        word, rest = ("no finding", f"; leaks: {_UNSEEN}") if leaked == _UNSEEN else ("clean", "")
+        asked = f"{bystanders['sent']} bystanders and {later['sent']} later streams"
+        console.print(f"[bold green]{word}[/]: {asked} unharmed{rest}")
     if out is not None:
         console.print(f"report: {out / 'report.html'}")
 
@@ -247,10 +251,13 @@ def _cells(trial: Mapping[str, Any]) -> list[str]:
     ]
 
 
+_UNSEEN = "not observable"
+
+
 def _leaked(document: Mapping[str, Any], between: str) -> str:
     leaked = document["leaked"]
     if all(value is None for value in leaked.values()):
-        return "not observable"
+        return _UNSEEN
     return between.join(f"{name} {value:+g}" for name, value in leaked.items() if value) or "nothing"
 
 

@@ -14,6 +14,7 @@ import shlex
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -37,9 +38,13 @@ class BlowStorm(Protocol):
         model: str | None = None,
         headers: dict[str, str] | None = None,
         metrics_urls: Sequence[str] = (),
+        watch: Sequence[str] = (),
         **settings: Any,
     ) -> "StormResult":
-        """One storm; `settings` are keys of an experiment file's `[storm]` table. Only against this machine."""
+        """One storm; `settings` are keys of an experiment file's `[storm]` table. Only against this machine.
+
+        Raises TargetError when metrics or gauges that were asked for are not there.
+        """
 
 
 @pytest.fixture
@@ -75,11 +80,9 @@ def windtunnel_server(_windtunnel_runner: asyncio.Runner) -> Iterator[StartServe
 @pytest.fixture
 def storm(_windtunnel_runner: asyncio.Runner) -> BlowStorm:
     """A function that blows one storm and returns its result."""
-    from windtunnel.lab.connection import parse_origin
     from windtunnel.lab.experiment_file import storm_plan
-    from windtunnel.lab.plan import check_target_allowed
     from windtunnel.lab.storm import run_storm
-    from windtunnel.lab.target import find_model, make_target
+    from windtunnel.lab.target import check_hosts, find_model, make_target
 
     def blow(
         url: str,
@@ -87,15 +90,16 @@ def storm(_windtunnel_runner: asyncio.Runner) -> BlowStorm:
         model: str | None = None,
         headers: dict[str, str] | None = None,
         metrics_urls: Sequence[str] = (),
+        watch: Sequence[str] = (),
         **settings: Any,
     ) -> "StormResult":
-        for one in (url, *metrics_urls):
-            check_target_allowed(parse_origin(one).host, owned=False)
+        target = make_target(url, model or "MODEL", headers=headers, metrics_urls=metrics_urls, watch=watch)
+        check_hosts(target, owned=False)
         plan = storm_plan(settings, seed=0)
 
         async def run() -> "StormResult":
             name = model or await find_model(url, headers or {})
-            return await run_storm(make_target(url, name, headers=headers, metrics_urls=metrics_urls), plan)
+            return await run_storm(replace(target, model=name), plan)
 
         return _windtunnel_runner.run(run())
 

@@ -115,7 +115,10 @@ def storm_verdict(document: Document) -> tuple[str, str]:
     if document["findings"]:
         count = len(document["findings"])
         return "refuted", f"{count} finding{'s' if count > 1 else ''}"
-    return ("inconclusive", "Inconclusive") if document["untried"] else ("confirmed", "Clean")
+    if document["untried"]:
+        return "inconclusive", "Inconclusive"
+    seen = any(value is not None for value in document["leaked"].values())
+    return "confirmed", "Clean" if seen else "No finding; leaks: not observable"
 
 
 def _storm_sentences(document: Document) -> list[str]:

@@ -8,6 +8,7 @@ from windtunnel.lab.connection import GRPC, Answer, ConnectionCut, MalformedResp
 from windtunnel.lab.process_facts import process_facts
 from windtunnel.lab.record import Sample
 from windtunnel.lab.target import (
+    METRICS_FLAG,
     UNKNOWN,
     Gauge,
     Kind,
@@ -135,7 +136,7 @@ async def scrape(target: Target, url: MetricsUrl) -> list[Series]:
     """The series of one source. Raises ScrapeError."""
     try:
         async with asyncio.timeout(SCRAPE_TIMEOUT_NS / 1e9):
-            answer: Answer = await fetch(url.origin, "GET", url.path, target.headers_for(url.origin))
+            answer: Answer = await fetch(url.origin, "GET", url.request_path, target.headers_for(url.origin))
     except TimeoutError:
         raise ScrapeError(f"no answer within {SCRAPE_TIMEOUT_NS / 1e9:g} s", None) from None
     except (OSError, ConnectionCut, MalformedResponse) as error:
@@ -149,19 +150,21 @@ async def scrape(target: Target, url: MetricsUrl) -> list[Series]:
 
 
 async def recognise_sources(target: Target) -> list[tuple[MetricsUrl, Kind]]:
-    """The kind behind each metrics source; sources that answer, but without metrics, are left out.
+    """The kind behind each metrics source; one that nobody named, and that answers without metrics, is left out.
 
-    Raises TargetError for a source that does not answer.
+    Raises TargetError for a source that does not answer, and for a named one without metrics.
     """
     out = []
     for url in target.metrics:
         try:
             out.append((url, recognise(await scrape(target, url))))
         except ScrapeError as error:
+            if url.named:
+                raise TargetError(f"{METRICS_FLAG} {url.shown}: no metrics are there: {error}") from error
             if error.status is not None:
                 continue
-            hint = " (name the gRPC worker's metrics with --metrics-url)" if target.origin.scheme in GRPC else ""
-            raise TargetError(f"{url.origin.url}{url.path}: {error}{hint}") from error
+            hint = f" (name the gRPC worker's metrics with {METRICS_FLAG})" if target.origin.scheme in GRPC else ""
+            raise TargetError(f"{url.shown}: {error}{hint}") from error
     return out
 
 

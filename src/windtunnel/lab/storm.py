@@ -171,10 +171,20 @@ class _Storm:
             self._baseline = self.states.baseline = await self._read_baseline()
             if any(trigger.moment.of_target for trigger in self.plan.triggers):
                 await self.states.look()
+        self._check_watched(self._baseline)
         if not self._oracle:
             await self.extras.learn()
         if not self.sampler.gauges().keys() & self._baseline.gauges.keys():
             self._notes.append("no known gauge on /metrics: leaks cannot be seen; name gauges with --watch")
+
+    def _check_watched(self, baseline: Sample) -> None:
+        """Raises TargetError for a gauge that was asked for and that no page shows, not even as NaN."""
+        target = self.session.target
+        seen = baseline.gauges.keys() | self.sampler.not_numbers
+        absent = [name for name in target.watch if name not in seen]
+        if absent:
+            pages = ", ".join(url.shown for url in target.metrics)
+            raise TargetError(f"--watch {', '.join(absent)}: not on {pages}; write the gauge's full name as it stands there")
 
     async def _read_baseline(self) -> Sample:
         """The last usable one of a few samples; an empty one when there are no metrics."""
@@ -316,7 +326,7 @@ class _Storm:
         try:
             async with asyncio.timeout(session.timeout_ns / 1e9):
                 headers = session.target.headers_for(base.origin)
-                answer = await fetch(base.origin, "GET", base.path if path == "/metrics" else path, headers)
+                answer = await fetch(base.origin, "GET", base.request_path if path == "/metrics" else path, headers)
             status = answer.status
             error = "an empty body" if status == 200 and not answer.body else None
         except TimeoutError:

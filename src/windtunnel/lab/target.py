@@ -19,12 +19,17 @@ from typing import TYPE_CHECKING, NamedTuple
 from windtunnel.core.units import MS
 from windtunnel.lab.connection import GRPC, TLS, ConnectionCut, MalformedResponse, Origin, fetch, parse_origin
 from windtunnel.lab.plan import Api, check_target_allowed, is_local
+from windtunnel.lab.redact import REPLACEMENT, hide_passwords
 
 if TYPE_CHECKING:
     from windtunnel.lab.grpc_client import Worker
 
 SERIES_LIMIT = 50_000
 MODELS_PATIENCE_S = 30
+METRICS_FLAG = "--metrics-url"
+"""Errors name it; in an experiment file it is the arm's `metrics_urls`."""
+_QUERY = re.compile(r"[!\"$-~]*")
+"""What can stand in a request line, and no fragment."""
 
 
 class Watch(Enum):
@@ -239,6 +244,19 @@ UNKNOWN = Kind("unknown", "", (), cancel_grace_ns=5_000 * MS)
 class MetricsUrl:
     origin: Origin
     path: str = "/metrics"
+    query: str = ""
+    """May hold a key: it is sent and never shown."""
+    named: bool = True
+    """Whether somebody asked for this very page; one that is only likely may be absent."""
+
+    @property
+    def request_path(self) -> str:
+        return f"{self.path}?{self.query}" if self.query else self.path
+
+    @property
+    def shown(self) -> str:
+        """As messages and documents have it."""
+        return f"{self.origin.url}{self.path}{f'?{REPLACEMENT}' if self.query else ''}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,6 +306,10 @@ _LINE = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?\s*$")
 _LABEL = re.compile(r'([a-zA-Z_]\w*)="((?:[^"\\]|\\.)*)"')
 
 
+def _canonical(name: str) -> str:
+    return name.replace("sglang_", "sglang:", 1) if name.startswith("sglang_") else name
+
+
 def parse_metrics(text: str) -> list[Series]:
     """The series of a Prometheus text exposition; lines that are none are skipped."""
     out: list[Series] = []
@@ -299,8 +321,7 @@ def parse_metrics(text: str) -> list[Series]:
             value = float(found[3])
         except ValueError:
             continue
-        name = found[1].replace("sglang_", "sglang:", 1) if found[1].startswith("sglang_") else found[1]
-        out.append(Series(name, dict(_LABEL.findall(found[2] or "")), value))
+        out.append(Series(_canonical(found[1]), dict(_LABEL.findall(found[2] or "")), value))
     return out
 
 
@@ -310,7 +331,7 @@ def recognise(series: Sequence[Series]) -> Kind:
 
 
 def gauges_of(kind: Kind, watch: Iterable[str]) -> tuple[Gauge, ...]:
-    return kind.gauges + tuple(Gauge(name, Watch.OTHER, (name,)) for name in watch)
+    return kind.gauges + tuple(Gauge(name, Watch.OTHER, (_canonical(name),)) for name in watch)
 
 
 def read_gauges(series: Sequence[Series], gauges: Iterable[Gauge]) -> dict[str, float]:
@@ -353,9 +374,18 @@ def check_hosts(target: Target, *, owned: bool) -> None:
 
 
 def parse_metrics_url(url: str) -> MetricsUrl:
-    origin = parse_origin(url)
+    """Unlike a base URL it may have a query. Raises ValueError, which names the flag and shows no query."""
+    base, _, query = url.partition("?")
+    if "," in base:
+        raise ValueError(f"{METRICS_FLAG} {hide_passwords(base)!r}: one URL each; repeat it for several")
+    if not _QUERY.fullmatch(query):
+        raise ValueError(f"{METRICS_FLAG} {hide_passwords(base)!r}: write its query percent-encoded, without a fragment")
+    try:
+        origin = parse_origin(base)
+    except ValueError as error:
+        raise ValueError(f"{METRICS_FLAG} {hide_passwords(str(error))}") from None
     root = Origin(origin.scheme, origin.host, origin.port)
-    return MetricsUrl(root, origin.prefix or "/metrics")
+    return MetricsUrl(root, origin.prefix or "/metrics", query)
 
 
 def make_target(
@@ -369,8 +399,15 @@ def make_target(
     """A target from what a person types; without metrics URLs it is the base's own `/metrics`. Raises ValueError."""
     origin = parse_origin(url)
     root = plain_origin(replace(origin, prefix=origin.prefix.removesuffix("/v1")))
-    metrics = tuple(parse_metrics_url(one) for one in metrics_urls) or (MetricsUrl(root),)
+    metrics = tuple(parse_metrics_url(one) for one in metrics_urls) or (MetricsUrl(root, named=False),)
     return Target(origin, model, dict(headers or {}), metrics, tuple(watch))
+
+
+_NAME_MODEL = "name one with --model, in an experiment file with model = in the arm"
+_SEND_KEY = (
+    "send it with --header 'Authorization: Bearer KEY', in an experiment file with headers = { Authorization = \"Bearer KEY\" }"
+    " in the arm"
+)
 
 
 async def find_model(target_url: str, headers: Mapping[str, str]) -> str:
@@ -383,13 +420,18 @@ async def find_model(target_url: str, headers: Mapping[str, str]) -> str:
     try:
         async with asyncio.timeout(MODELS_PATIENCE_S):
             answer = await fetch(origin, "GET", path, headers)
-        return str(json.loads(answer.body)["data"][0]["id"])
     except TimeoutError:
         raise TargetError(f"{origin.url}{path}: no answer within {MODELS_PATIENCE_S} s") from None
     except (OSError, ConnectionCut, MalformedResponse) as error:
         raise TargetError(f"{origin.url}{path}: {error}") from error
+    if answer.status in (401, 403):
+        raise TargetError(f"{origin.url}{path}: status {answer.status}: the server wants a key; {_SEND_KEY}")
+    if answer.status != 200:
+        raise TargetError(f"{origin.url}{path}: status {answer.status}; {_NAME_MODEL}")
+    try:
+        return str(json.loads(answer.body)["data"][0]["id"])
     except (ValueError, LookupError, TypeError) as error:
-        raise TargetError(f"{origin.url}{path} does not list a model; name one with --model") from error
+        raise TargetError(f"{origin.url}{path} does not list a model; {_NAME_MODEL}") from error
 
 
 async def _look(origin: Origin) -> "Worker":
