@@ -27,7 +27,7 @@ class HttpAsker:
         """The body of a 200. Raises NoAnswer."""
         try:
             answer = await self._client.request(method, url, json=body, timeout=patience)
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
+        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
             raise NoAnswer(f"{method} {shown(url)}: {type(error).__name__} {shown(str(error))}") from error
         if answer.status_code != 200:
             raise NoAnswer(f"{method} {url}: status {answer.status_code}: {answer.text[:200]}")
