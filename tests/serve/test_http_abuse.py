@@ -263,7 +263,8 @@ async def test_a_reader_that_never_reads_is_cut_after_the_deadline_with_a_bounde
 async def test_a_slow_reader_gets_every_token_in_merged_pieces() -> None:
     async with live(limits__write_buffer_bytes=8192, scheduler__max_model_len=32000) as server:
         raw = await slow_reader(server, 20000)
-        await server.until(lambda: server.gauge("vllm:request_success_total") == 1)
+        await server.until(lambda: bool(server.server.driver.steps) and not server.states())
+        assert server.gauge("vllm:request_success_total") == 1
         loop, received = asyncio.get_running_loop(), bytearray()
         async with asyncio.timeout(PATIENCE_S):
             while piece := await loop.sock_recv(raw, 65536):

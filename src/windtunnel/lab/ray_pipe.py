@@ -119,7 +119,7 @@ async def ray_pipes(count: int) -> Sequence[Pipe]:
     if ours:
         await asyncio.to_thread(_connect)
     connection = _Connection(count, ours=ours)
-    free = ray.available_resources().get("CPU", 0.0)  # type: ignore[no-untyped-call]
+    free = ray.available_resources().get("CPU", 0.0)
     if free < count:
         connection = _Connection(1, ours=ours)
         connection.leave()

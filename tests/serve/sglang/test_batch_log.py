@@ -69,7 +69,6 @@ async def test_a_server_logs_its_batches_when_asked(told: pytest.LogCaptureFixtu
         sglang(sglang__log_batches=on, sglang__decode_log_interval=10) as server,
         httpx.AsyncClient(base_url=server.url) as client,
     ):
-        await server.server.flavour.start(server.server)
         body = {"text": "hello [wt:7]", "sampling_params": {"max_new_tokens": 25, "ignore_eos": True}}
         assert (await client.post("/generate", json=body)).status_code == 200
         said = lines(told)
