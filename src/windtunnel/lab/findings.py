@@ -341,12 +341,17 @@ def _wedged(result: StormResult) -> Iterator[str]:
     if is_gone(result):
         return
     later = result.of(Role.LATER)
-    if later and all(_failed(stream) or (hung(stream) and not _slept(result, stream)) for stream in later):
+    if later and all(_failed(stream) or _stood_still(result, stream) for stream in later):
         yield f"none of {len(later)} later streams was served: {dict(Counter(stream.end.value for stream in later))}"
         return
     for stream in result.of(Role.PROBE, Role.CALM, Role.SURVIVOR, Role.RETRY, Role.BYSTANDER, Role.LATER):
         if hung(stream) and not _slept(result, stream):
             yield f"{_name(stream)}: {stream.end.value}{_why(stream.error)}"
+
+
+def _stood_still(result: StormResult, stream: StreamRecord) -> bool:
+    """From its start or in its middle: where a wedge falls among the later streams is chance."""
+    return _fell_silent(result, stream) or (hung(stream) and not _slept(result, stream))
 
 
 def _failed(stream: StreamRecord) -> bool:
