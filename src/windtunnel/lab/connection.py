@@ -225,12 +225,7 @@ class Connection:
             yield part
 
     async def body(self, head: Head) -> bytes:
-        out = bytearray()
-        async for part in self.parts(head):
-            out += part
-            if len(out) > BODY_LIMIT_BYTES:
-                raise MalformedResponse(f"a body over {BODY_LIMIT_BYTES} bytes")
-        return bytes(out)
+        return await whole(self.parts(head))
 
     def leave(self, how: How) -> None:
         """End this side: FIN closes, RST resets, HALF_CLOSE shuts the sending side and leaves the socket readable.
@@ -332,3 +327,13 @@ def _length(text: str) -> int:
     if not text.isdigit() or int(text) > BODY_LIMIT_BYTES:
         raise MalformedResponse(f"content-length {text[:40]!r} is not a number up to {BODY_LIMIT_BYTES}")
     return int(text)
+
+
+async def whole(parts: AsyncIterator[bytes]) -> bytes:
+    """A body in one piece. Raises MalformedResponse when it is over `BODY_LIMIT_BYTES`, and what `parts` raises."""
+    out = bytearray()
+    async for part in parts:
+        out += part
+        if len(out) > BODY_LIMIT_BYTES:
+            raise MalformedResponse(f"a body over {BODY_LIMIT_BYTES} bytes")
+    return bytes(out)

@@ -15,7 +15,7 @@ from h2.errors import ErrorCodes
 from h2.events import ConnectionTerminated, DataReceived, ResponseReceived, StreamEnded, StreamReset, WindowUpdated
 from h2.exceptions import ProtocolError
 
-from windtunnel.lab.connection import BODY_LIMIT_BYTES, TLS, Connection, ConnectionCut, Head, How, MalformedResponse, Origin
+from windtunnel.lab.connection import TLS, Connection, ConnectionCut, Head, How, MalformedResponse, Origin, whole
 
 STREAMS_MAX = 100
 """Servers are told to allow at least so many (RFC 9113 §6.5.2)."""
@@ -194,12 +194,7 @@ class Http2Stream:
             self._connection.flush()
 
     async def body(self, head: Head) -> bytes:
-        out = bytearray()
-        async for part in self.parts(head):
-            out += part
-            if len(out) > BODY_LIMIT_BYTES:
-                raise MalformedResponse(f"a body over {BODY_LIMIT_BYTES} bytes")
-        return bytes(out)
+        return await whole(self.parts(head))
 
     def stop_reading(self) -> None:
         """Nothing to do: what nobody takes keeps the stream's window shut."""
