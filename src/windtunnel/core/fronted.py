@@ -14,6 +14,7 @@ from itertools import groupby
 
 from windtunnel.core.engine import Engine
 from windtunnel.core.frontend import Chunk, Frontend
+from windtunnel.core.machine import NO_OTHER_JOBS, OtherJobs
 from windtunnel.core.outputs import Refusal, StepOutput, TokenOutput
 from windtunnel.core.pacing import Draws
 from windtunnel.core.profile import ProfilePacing
@@ -29,11 +30,14 @@ class FrontedEngine:
     `advance` gives a step as the engine has it, less its outputs, when it ends, and each chunk as a `StepOutput` without stats.
     """
 
-    def __init__(self, engine: Engine, pacing: ProfilePacing, draws: Draws) -> None:
+    def __init__(self, engine: Engine, pacing: ProfilePacing, draws: Draws, other_jobs: OtherJobs = NO_OTHER_JOBS) -> None:
         """`pacing`: the engine's own."""
         profile = pacing.profile
         self._engine = engine
         self._contention = profile.frontend.contention
+        self._machine = profile.machine
+        self._other_jobs = other_jobs
+        self._pacing = pacing
         self._frontend = Frontend(profile.frontend, profile.request_noise, draws)
         self._wake_ns = round(profile.frontend.wake_ns)
         self._children: dict[str, list[str]] = {}
@@ -130,6 +134,7 @@ class FrontedEngine:
         self._engine.release(children, at_ns)
 
     def _step(self, at_ns: int) -> Sequence[StepOutput]:
+        self._pacing.stretch = self._machine.engine_stretch(self._other_jobs.at(at_ns))
         steps = self._engine.advance(at_ns)
         for step in steps:
             if step.outputs:
@@ -149,9 +154,14 @@ class FrontedEngine:
         self._at_work.discard(request_id)
 
     def _turn(self) -> None:
-        turn = self._frontend.turn()
+        at_ns = self._frontend.next_event_at() or 0
+        others = self._other_jobs.at(at_ns)
+        shared = self._machine.shared_stretch(others) if self._at_work else 1.0
+        turn = self._frontend.turn(shared)
         if self._at_work:
-            self._engine.delay_step(round(self._contention * turn.request_work_ns))
+            lost = self._contention * turn.request_work_ns * shared
+            lost += max(0.0, shared - self._machine.engine_stretch(others)) * (turn.request_work_ns + turn.chunk_work_ns)
+            self._engine.delay_step(round(lost))
         wake_ns = 0 if self._at_work else self._wake_ns
         for submission in turn.submissions:
             heappush(self._releases, (submission.at_ns + wake_ns, submission.key))

@@ -13,6 +13,7 @@ from itertools import pairwise
 from math import erf, sqrt
 from typing import Any, ClassVar
 
+from windtunnel.core.machine import Machine
 from windtunnel.core.pacing import Draws, StepPlan
 from windtunnel.core.units import LONGEST_S, S
 
@@ -128,6 +129,7 @@ class Profile:
     frontend: FrontendCosts = field(default_factory=FrontendCosts)
     step_noise: Noise = field(default_factory=Noise)
     request_noise: Noise = field(default_factory=Noise)
+    machine: Machine = field(default_factory=Machine)
     """Around `handover_ns`."""
     source: str = ""
     """Where the numbers come from: file, concurrencies, seed."""
@@ -137,7 +139,7 @@ class Profile:
         return {"format": FORMAT, "source": self.source, **sections}
 
 
-_SECTIONS: Mapping[str, type] = {"step": StepCosts, "frontend": FrontendCosts, "step_noise": Noise, "request_noise": Noise}
+_SECTIONS: Mapping[str, type] = {"step": StepCosts, "frontend": FrontendCosts, "step_noise": Noise, "request_noise": Noise, "machine": Machine}
 
 
 def _plain(section: Any) -> dict[str, Any]:
@@ -192,6 +194,8 @@ _BOUNDS: Mapping[str, _Bounds] = {
     "noise_growth": _Bounds(0, 1000),
     "contention": _Bounds(0, 1000),
     "turns": _Bounds(1, 1000),
+    "cores": _Bounds(0, 1_000_000),
+    "engine_cores": _Bounds(0, 1_000_000),
 }
 
 
@@ -237,6 +241,7 @@ class ProfilePacing:
     def __init__(self, profile: Profile, draws: Draws) -> None:
         self.profile = profile
         self._step_noise = NoiseStream(profile.step_noise, draws)
+        self.stretch = 1.0
         self._further_noise = NoiseStream(replace(profile.step_noise, lasting=0.0), draws)
 
     def step_ns(self, plan: StepPlan) -> int:
@@ -244,7 +249,7 @@ class ProfilePacing:
         spent_ns = costs.step_ns(plan) + self._step_noise.draw()
         if factor := costs.noise_factor(plan):
             spent_ns += factor * self._further_noise.draw()
-        return max(0, round(spent_ns))
+        return max(0, round(spent_ns * self.stretch))
 
     def first_token_ns(self, prompt_tokens: int, cached_tokens: int, load: float = 0.0) -> int:
         return 0

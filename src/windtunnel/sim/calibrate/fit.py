@@ -24,6 +24,7 @@ from scipy.optimize import minimize, nnls
 from scipy.stats import norm, rankdata
 
 from windtunnel.core.frontend import ENDING_WRITES
+from windtunnel.core.machine import Machine
 from windtunnel.core.profile import FrontendCosts, Noise, Profile, StepCosts
 from windtunnel.sim.calibrate.measured import Measured, Run
 from windtunnel.sim.calibrate.replay import EngineLimits, replay
@@ -59,17 +60,20 @@ class Lone:
     request_noise_ms: Vector
     lasting: float
     memory: float
+    further_cores: float | None = None
 
 
 def lones(groups: Sequence[Sequence[Measured]]) -> list[Lone]:
     """What each group shows. The costs of a context token, a prompt token and prefill are the server's and found from all."""
-    steps_ms, context_ms, step_rests = _step_lines(groups)
+    steps_ms, context_ms, step_rests, further = _step_lines(groups)
+    quiet = [[one for one in group if one.other_cores <= 0.25] for group in groups]
+    first_groups = [q if 3 * len(q) >= 2 * len(group) else group for q, group in zip(quiet, groups)]
     prompt, uncached, pairs, first = (
-        np.array(column, float) for column in zip(*(_first_row(one) for group in groups for one in group), strict=True)
+        np.array(column, float) for column in zip(*(_first_row(one) for group in first_groups for one in group), strict=True)
     )
     if np.array_equal(prompt, uncached):
         prompt = np.zeros_like(prompt)  # nothing was cached: the two cannot be told apart, and prefill has the larger part
-    member = _membership(groups)
+    member = _membership(first_groups)
     columns = np.column_stack([member, prompt, uncached, pairs])
     found, rest = _least_deviations(columns, first - member @ steps_ms - context_ms * prompt)
     per_prompt, per_prefill, per_pair = found[len(groups) :]
@@ -86,6 +90,7 @@ def lones(groups: Sequence[Sequence[Measured]]) -> list[Lone]:
             step_rests[at],
             rest[member[:, at] > 0],
             *_persistence(step_rests[at]),
+            further,
         )
         for at, group in enumerate(groups)
     ]
@@ -130,7 +135,7 @@ def _step_lines(groups: Sequence[Sequence[Measured]]) -> tuple[Vector, float, li
     """(a step of each group, a context token, what is left of each gap)."""
     rows = [
         [
-            (one.prompt_tokens + before[1], after[0] - before[0])
+            (one.prompt_tokens + before[1], one.other_cores, after[0] - before[0])
             for one in group
             for before, after in pairwise(one.chunks)
             if after[1] - before[1] == 1
@@ -139,10 +144,13 @@ def _step_lines(groups: Sequence[Sequence[Measured]]) -> tuple[Vector, float, li
     ]
     if not all(rows):
         raise FitError("no request has two single-token chunks: there is no inter-token time to fit")
-    context, gap = (np.array(column, float) for column in zip(*(row for group in rows for row in group), strict=True))
+    context, other, gap = (np.array(column, float) for column in zip(*(row for group in rows for row in group), strict=True))
     member = _membership(rows)
-    found, rest = _least_deviations(np.column_stack([member, context]), gap)
-    return np.array(found[:-1]), found[-1], [rest[member[:, at] > 0] for at in range(len(groups))]
+    found, rest = _least_deviations(np.column_stack([member, context, other]), gap)
+    steps = np.array(found[:-2])
+    further = found[-1] / float((member @ steps)[other > 0.3].mean()) if (other > 0.3).sum() >= 100 else None
+    rest = rest / (1 + (further or 0.0) * other)
+    return steps, found[-2], [rest[member[:, at] > 0] for at in range(len(groups))], further
 
 
 def _first_row(one: Measured) -> tuple[float, float, float, float]:
@@ -208,6 +216,7 @@ def profile_of(alone: Lone, shared: Shared, source: str = "") -> Profile:
         ),
         _noise(alone.step_noise_ms, alone.lasting, alone.memory),
         _noise(alone.request_noise_ms),
+        Machine(2, round(1 + min(0.5 if alone.further_cores is None else alone.further_cores, 1.0), 6)),
         source,
     )
 
@@ -298,7 +307,7 @@ class _Search:
         self._seed = seed
         self._say = say
 
-    def run(self, start: Shared, evaluations: int, shapes: Sequence[int], scouts: int) -> tuple[Shared, float]:
+    def run(self, start: Shared, rounds: int, shapes: Sequence[int], scouts: int) -> tuple[Shared, float]:
         """A short descent for each number of turns, each from the best so far, and a long one for the best number."""
         origin = np.array([getattr(start, name) for name in self._free])
 
@@ -306,40 +315,58 @@ class _Search:
             values = map(float, origin * np.exp(point))
             return replace(start, **dict(zip(self._free, values, strict=True)), turns=turns)
 
-        point, turns, least = np.zeros(len(origin)), shapes[0], float("inf")
-        chance = np.random.default_rng(self._seed)
+        best = (float("inf"), np.zeros(len(origin)), shapes[0])
         for shape in shapes:
-            scouted = [point, *(chance.normal(0, _SCOUT_SPREAD, len(origin)) for _ in range(scouts))]
-            costs = [self._cost(at, one, shape) for one in scouted] if scouts else [0.0]
-            found, cost = self._descend(at, scouted[costs.index(min(costs))], shape, evaluations // 3)
-            if cost < least:
-                point, turns, least = found, shape, cost
-        found, cost = self._descend(at, point, turns, evaluations)
-        best = at(found if cost < least else point, turns)
-        self._say(f"found {best}")
-        return best, self._distance(best)
+            cost, found = self._descend(lambda point: at(point, shape), best[1], rounds)
+            best = min(best, (cost, found, shape), key=lambda one: one[0])
+        cost, found = self._descend(lambda point: at(point, best[2]), best[1], 2 * rounds)
+        shared = at(found, best[2])
+        self._say(f"found {shared}")
+        return shared, float(np.sum(self._residuals(shared) ** 2))
 
-    def _descend(
-        self, at: Callable[[Vector, int], Shared], first: Vector, turns: int, evaluations: int
-    ) -> tuple[Vector, float]:
-        found = minimize(
-            lambda point: self._cost(at, point, turns),
-            first,
-            method="Nelder-Mead",
-            options={"maxfev": evaluations, "initial_simplex": _simplex(first)},
-        )
-        self._say(f"turns {turns}: distance {found.fun:.4f}")
-        return found.x, float(found.fun)
+    def _descend(self, at: Callable[[Vector], Shared], point: Vector, rounds: int) -> tuple[float, Vector]:
+        """Gauss-Newton with damping (Levenberg, Marquardt); slopes over steps so wide that the draws do not drown them."""
+        pull = np.sqrt(_PRIOR)
 
-    def _cost(self, at: Callable[[Vector, int], Shared], point: Vector, turns: int) -> float:
-        return self._distance(at(point, turns)) + _PRIOR * float(np.sum(point**2))
+        def rests(where: Vector) -> Vector:
+            return np.concatenate([self._residuals(at(where)), pull * where])
 
-    def _distance(self, shared: Shared) -> float:
-        return sum(
-            distance(measured, series(replay(run, profile_of(alone, shared), self._limits, seed=self._seed + at)))
-            for run, alone, measured in self._runs
-            for at in range(_SEEDS)
-        )
+        here = rests(point)
+        damping = 0.1
+        for _ in range(rounds):
+            slopes = np.column_stack([(rests(point + _WIDTH * row) - here) / _WIDTH for row in np.eye(len(point))])
+            for _ in range(4):
+                normal = slopes.T @ slopes
+                step = np.linalg.solve(normal + damping * np.diag(np.diag(normal)), -slopes.T @ here)
+                step = np.clip(step, -1.0, 1.0)
+                there = rests(point + step)
+                if there @ there < here @ here:
+                    point, here, damping = point + step, there, damping / 3
+                    break
+                damping *= 5
+            else:
+                break
+        self._say(f"{at(point).turns} turns: distance {here @ here:.4f}")
+        return float(here @ here), point
+
+    def _residuals(self, shared: Shared) -> Vector:
+        return np.concatenate([self._of_run(at, shared) for at in range(len(self._runs))])
+
+    def _of_run(self, at: int, shared: Shared) -> Vector:
+        run, alone, measured = self._runs[at]
+        seeds = [self._seed + n for n in range(_SEEDS)]
+        return np.concatenate([residuals(measured, series(replay(run, profile_of(alone, shared), self._limits, seed=s))) for s in seeds])
+
+
+_WIDTH = 0.3
+
+
+def residuals(measured, simulated):
+    out = []
+    for name in ("ttft", "itl", "e2e"):
+        real, ours = (np.maximum(np.percentile(values[name], _QUANTILES), 1e-6) for values in (measured, simulated))
+        out.append(np.sqrt(np.array(_WEIGHTS)) * np.log(ours / real))
+    return np.concatenate(out)
 
 
 _FREE = ("decode_seq_ms", "frontend_step_ms", "wake_ms", "noise_growth", "contention", "chunk_factor", "request_ms")

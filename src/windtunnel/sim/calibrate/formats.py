@@ -336,3 +336,24 @@ READERS: Mapping[str, Callable[[Sequence[Row], int | None], list[Run]]] = {
     "aiperf": _aiperf,
     "guidellm": _guidellm,
 }
+
+
+def read_cpu(path):
+    series={}
+    for line in path.read_text().splitlines():
+        row=json.loads(line)
+        series.setdefault(f"pass {row['pass']}",[]).append((row["t_s"],row["other_cores"]))
+    return series
+
+
+def with_other_jobs(runs,series):
+    from dataclasses import replace
+    out=[]
+    for run in runs:
+        jobs=tuple(series.get(run.group,()))
+        def mean(one):
+            from bisect import bisect_right
+            at=bisect_right([t for t,_ in jobs],one.sent_s+one.e2e_ms/2e3)
+            return jobs[min(at,len(jobs)-1)][1]
+        out.append(replace(run,other_jobs=jobs,requests=[replace(one,other_cores=mean(one)) for one in run.requests]))
+    return out

@@ -20,6 +20,7 @@ class Measured:
     e2e_ms: float
     cached_tokens: int = 0
     headers_ms: float | None = None
+    other_cores: float = 0.0
 
     @property
     def ttft_ms(self) -> float:
@@ -53,6 +54,8 @@ class Run:
     requests: Sequence[Measured]
     group: str = ""
     """Runs that were measured together, one soon after another: their surroundings were the same (a pass of the trace)."""
+    other_jobs: tuple[tuple[float, float], ...] = ()
+    """(up to this time in s, cores that other jobs took)."""
 
     @cached_property
     def thinks_ms(self) -> list[float]:

@@ -11,6 +11,7 @@ from heapq import heappop, heappush
 
 from windtunnel.core.fronted import FrontedEngine
 from windtunnel.core.frontend import ENDING_WRITES
+from windtunnel.core.machine import NO_OTHER_JOBS, OtherJobs
 from windtunnel.core.outputs import TokenOutput
 from windtunnel.core.profile import Profile, ProfilePacing
 from windtunnel.core.request import EngineRequest
@@ -49,9 +50,10 @@ class _Player:
 
     def __init__(self, run: Run, profile: Profile, limits: EngineLimits, seed: int) -> None:
         self._draws = random.Random(seed)
+        self._run = run
         pacing = ProfilePacing(profile, self._draws)
         self._engine = VllmEngine(_engine_config(run, limits), pacing)
-        self._fronted = FrontedEngine(self._engine, pacing, self._draws)
+        self._pacing = pacing
         self._ending_ns = round(ENDING_WRITES * profile.frontend.chunk_ns)
         self._thinks_ms = run.thinks_ms or [0.0]
         self._closed = run.concurrency
@@ -64,10 +66,18 @@ class _Player:
     def play(self) -> list[Measured]:
         start_ns = self._warm()
         self._first_sends(start_ns)
+        self._fronted = FrontedEngine(self._engine, self._pacing, self._draws, self._others(start_ns))
         for _ in range(MAX_EVENTS):
             if not self._next():
                 return self._done
         raise RuntimeError(f"the replay did not end within {MAX_EVENTS} events")
+
+    def _others(self, start_ns: int) -> OtherJobs:
+        if not self._run.other_jobs:
+            return NO_OTHER_JOBS
+        first_s = self._todo[0].sent_s
+        until, cores = zip(*self._run.other_jobs, strict=True)
+        return OtherJobs([start_ns + round(1e9 * (at - first_s)) for at in until], cores)
 
     def _first_sends(self, start_ns: int) -> None:
         if self._closed is not None:
