@@ -37,8 +37,9 @@ class Turn(NamedTuple):
     submissions: list[Submission]
     chunks: list[Chunk]
     request_work_ns: float
-    """Spent on requests, their way to the engine included."""
+    """On requests, their way to the engine included, on an idle machine."""
     chunk_work_ns: float
+    """On outputs, on an idle machine."""
 
 
 class _Incoming:
@@ -80,25 +81,24 @@ class Frontend:
     def turn(self, stretch: float = 1.0) -> Turn:
         """Run the turn that `next_event_at` announced. Its results may lie later than its start.
 
-        Everything takes `stretch` times its work.
+        All work takes `stretch` times as long as on an idle machine.
         """
         start_ns = self.next_event_at()
         assert start_ns is not None, "the front end has nothing to do"
         clock_ns, submissions = self._serve_incoming(start_ns, stretch)
         request_work_ns = (clock_ns - start_ns) / stretch + self._costs.handover_ns * len(submissions)
-        sent_ns = clock_ns
+        writing_ns = clock_ns
         outputs, last = self._merge(start_ns)
         chunks = []
         if outputs:
             clock_ns += self._costs.step_ns * stretch
-        chunk_ns = self._costs.chunk_ns * stretch
         for key, count in outputs.items():
-            clock_ns += chunk_ns
+            clock_ns += self._costs.chunk_ns * stretch
             chunks.append(Chunk(key, count, round(clock_ns), key in last))
             if key in last:
-                clock_ns += chunk_ns * ENDING_WRITES
+                clock_ns += self._costs.chunk_ns * ENDING_WRITES * stretch
         self._free_ns = round(clock_ns)
-        return Turn(submissions, chunks, request_work_ns, (clock_ns - sent_ns) / stretch)
+        return Turn(submissions, chunks, request_work_ns, (clock_ns - writing_ns) / stretch)
 
     def _serve_incoming(self, start_ns: int, stretch: float) -> tuple[float, list[Submission]]:
         while self._arrivals and self._arrivals[0][0] <= start_ns:

@@ -17,10 +17,11 @@ base times and noise, and its client's cost of a write, belong to the group: the
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import sqrt
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import minimize, nnls
+from scipy.optimize import nnls
 from scipy.stats import norm, rankdata
 
 from windtunnel.core.frontend import ENDING_WRITES
@@ -28,6 +29,7 @@ from windtunnel.core.machine import Machine
 from windtunnel.core.profile import FrontendCosts, Noise, Profile, StepCosts
 from windtunnel.sim.calibrate.measured import Measured, Run
 from windtunnel.sim.calibrate.replay import EngineLimits, replay
+from windtunnel.sim.calibrate.search import Found, descend
 
 Vector = NDArray[np.float64]
 
@@ -60,20 +62,19 @@ class Lone:
     request_noise_ms: Vector
     lasting: float
     memory: float
-    further_cores: float | None = None
+    machine: Machine
 
 
-def lones(groups: Sequence[Sequence[Measured]]) -> list[Lone]:
+def lones(groups: Sequence[Sequence[Measured]], cores: int = 0) -> list[Lone]:
     """What each group shows. The costs of a context token, a prompt token and prefill are the server's and found from all."""
-    steps_ms, context_ms, step_rests, further = _step_lines(groups)
-    quiet = [[one for one in group if one.other_cores <= 0.25] for group in groups]
-    first_groups = [q if 3 * len(q) >= 2 * len(group) else group for q, group in zip(quiet, groups)]
+    steps_ms, context_ms, step_rests, machine = _step_lines(groups, cores)
+    quiet = [_quiet(group) for group in groups]
     prompt, uncached, pairs, first = (
-        np.array(column, float) for column in zip(*(_first_row(one) for group in first_groups for one in group), strict=True)
+        np.array(column, float) for column in zip(*(_first_row(one) for group in quiet for one in group), strict=True)
     )
     if np.array_equal(prompt, uncached):
         prompt = np.zeros_like(prompt)  # nothing was cached: the two cannot be told apart, and prefill has the larger part
-    member = _membership(first_groups)
+    member = _membership(quiet)
     columns = np.column_stack([member, prompt, uncached, pairs])
     found, rest = _least_deviations(columns, first - member @ steps_ms - context_ms * prompt)
     per_prompt, per_prefill, per_pair = found[len(groups) :]
@@ -90,7 +91,7 @@ def lones(groups: Sequence[Sequence[Measured]]) -> list[Lone]:
             step_rests[at],
             rest[member[:, at] > 0],
             *_persistence(step_rests[at]),
-            further,
+            machine,
         )
         for at, group in enumerate(groups)
     ]
@@ -114,9 +115,13 @@ def _membership(groups: Sequence[Sequence[object]]) -> Vector:
 _SEEDS = 2
 _PRIOR = 0.02
 """What it costs the search to be a factor of e away from where it starts: what the runs do not tell stays near there."""
-_SCOUT_SPREAD = 0.8
-"""Standard deviation of a scout's factor, as a logarithm."""
 _LAGS = (2, 50)
+_NOTABLE_CORES = 0.25
+"""Of other jobs: what is below leaves a measurement as it is."""
+_ENOUGH_STEPS = 100
+_TURNABOUTS = 2
+"""The step and what other jobs do to it are found in turn."""
+_TRIED = 41
 
 
 def _persistence(rest: Vector) -> tuple[float, float]:
@@ -131,8 +136,8 @@ def _persistence(rest: Vector) -> tuple[float, float]:
     return (min(0.95, near / memory ** _LAGS[0]), memory) if memory else (0.0, 0.0)
 
 
-def _step_lines(groups: Sequence[Sequence[Measured]]) -> tuple[Vector, float, list[Vector]]:
-    """(a step of each group, a context token, what is left of each gap)."""
+def _step_lines(groups: Sequence[Sequence[Measured]], cores: int) -> tuple[Vector, float, list[Vector], Machine]:
+    """(a step of each group, a context token, what is left of each gap, how other jobs slow a step)."""
     rows = [
         [
             (one.prompt_tokens + before[1], one.other_cores, after[0] - before[0])
@@ -144,13 +149,42 @@ def _step_lines(groups: Sequence[Sequence[Measured]]) -> tuple[Vector, float, li
     ]
     if not all(rows):
         raise FitError("no request has two single-token chunks: there is no inter-token time to fit")
-    context, other, gap = (np.array(column, float) for column in zip(*(row for group in rows for row in group), strict=True))
-    member = _membership(rows)
-    found, rest = _least_deviations(np.column_stack([member, context, other]), gap)
-    steps = np.array(found[:-2])
-    further = found[-1] / float((member @ steps)[other > 0.3].mean()) if (other > 0.3).sum() >= 100 else None
-    rest = rest / (1 + (further or 0.0) * other)
-    return steps, found[-2], [rest[member[:, at] > 0] for at in range(len(groups))], further
+    context, others, gap = (np.array(column, float) for column in zip(*(row for group in rows for row in group), strict=True))
+    member, machine = _membership(rows), Machine(cores)
+    steps, token, rest = _stretched_lines(member, context, gap, _stretches(machine, others))
+    if cores > 1 and _shows_other_jobs(others):
+        for _ in range(_TURNABOUTS):
+            machine = _slowed(cores, others, gap - token * context, member @ steps)
+            steps, token, rest = _stretched_lines(member, context, gap, _stretches(machine, others))
+    return steps, token, [rest[member[:, at] > 0] for at in range(len(groups))], machine
+
+
+def _stretched_lines(member: Vector, context: Vector, gap: Vector, stretches: Vector) -> tuple[Vector, float, Vector]:
+    found, rest = _least_deviations(np.column_stack([member * stretches[:, None], context]), gap)
+    return np.array(found[:-1]), found[-1], rest
+
+
+def _slowed(cores: int, others: Vector, taken: Vector, step: Vector) -> Machine:
+    """The machine whose stretches of `step` deviate least from what was `taken`."""
+    tried = [Machine(cores, round(float(wanted), 2)) for wanted in np.linspace(1, cores, _TRIED)]
+    return min(tried, key=lambda machine: float(np.sum(np.abs(taken - step * _stretches(machine, others)))))
+
+
+def _stretches(machine: Machine, others: Vector) -> Vector:
+    levels, at = np.unique(others, return_inverse=True)
+    return np.array([machine.engine_stretch(float(level)) for level in levels])[at]
+
+
+def _shows_other_jobs(others: Sequence[float] | Vector) -> bool:
+    """Enough steps beside other jobs, and enough without."""
+    busy = int(np.sum(np.asarray(others) > _NOTABLE_CORES))
+    return min(busy, len(others) - busy) >= _ENOUGH_STEPS
+
+
+def _quiet(group: Sequence[Measured]) -> Sequence[Measured]:
+    """Those that other jobs did not disturb; all, if those are fewer than half."""
+    quiet = [one for one in group if one.other_cores <= _NOTABLE_CORES]
+    return quiet if 2 * len(quiet) >= len(group) else group
 
 
 def _first_row(one: Measured) -> tuple[float, float, float, float]:
@@ -216,7 +250,7 @@ def profile_of(alone: Lone, shared: Shared, source: str = "") -> Profile:
         ),
         _noise(alone.step_noise_ms, alone.lasting, alone.memory),
         _noise(alone.request_noise_ms),
-        Machine(2, round(1 + min(0.5 if alone.further_cores is None else alone.further_cores, 1.0), 6)),
+        alone.machine,
         source,
     )
 
@@ -235,13 +269,13 @@ def series(run: Run) -> dict[str, Vector]:
     }
 
 
-def distance(measured: dict[str, Vector], simulated: dict[str, Vector]) -> float:
-    """Weighted squares of the logarithms of quantile ratios."""
-    total = 0.0
+def rests(measured: Mapping[str, Vector], simulated: Mapping[str, Vector]) -> Vector:
+    """Logarithms of quantile ratios, weighted."""
+    parts = []
     for name in ("ttft", "itl", "e2e"):
         real, ours = (np.maximum(np.percentile(values[name], _QUANTILES), 1e-6) for values in (measured, simulated))
-        total += float(np.sum(np.array(_WEIGHTS) * np.log(ours / real) ** 2))
-    return total
+        parts.append(np.sqrt(_WEIGHTS) * np.log(ours / real))
+    return np.concatenate(parts)
 
 
 @dataclass(frozen=True)
@@ -262,15 +296,16 @@ def fit(
     limits: EngineLimits,
     *,
     seed: int = 0,
-    evaluations: int = 75,
+    rounds: int = 2,
+    cores: int = 0,
     say: Callable[[str], None] = lambda _text: None,
     source: str = "",
     turns: Sequence[int] = _TURNS,
-    scouts: int = 0,
 ) -> Fit:
     """Profiles of these runs. One of them must have concurrency 1.
 
-    The search is local. `scouts` random points are tried before each descent, which then starts from the best of them.
+    The search is local: `rounds` of it for each of `turns`, and as many again twice for the best. `cores` of the machine, 0 if
+    they are not known: then other jobs slow nothing.
     """
     single: dict[str, list[Measured]] = {}
     for run in runs:
@@ -278,12 +313,12 @@ def fit(
             single.setdefault(run.group, []).extend(run.requests)
     if not single:
         raise FitError("no run with concurrency 1 among those to fit: it is what separates a step from the waiting around it")
-    (pooled,) = lones([[one for group in single.values() for one in group]])
-    alone = dict(zip(single, lones(list(single.values())), strict=True))
+    (pooled,) = lones([[one for group in single.values() for one in group]], cores)
+    alone = dict(zip(single, lones(list(single.values()), cores), strict=True))
     others = [(run, alone.get(run.group, pooled)) for run in runs if run.concurrency != 1]
     best, least = _start(pooled), None
     if others:
-        best, least = _Search(others, limits, seed, say).run(best, evaluations, turns, scouts)
+        best, least = _Search(others, limits, seed, say).run(best, rounds, turns)
     else:
         say("no run with concurrency above 1: the cost of a decoding sequence is a guess (5 % of a step)")
     groups = {name: profile_of(one, best, f"{source}; {name}" if name else source) for name, one in alone.items()}
@@ -307,66 +342,39 @@ class _Search:
         self._seed = seed
         self._say = say
 
-    def run(self, start: Shared, rounds: int, shapes: Sequence[int], scouts: int) -> tuple[Shared, float]:
-        """A short descent for each number of turns, each from the best so far, and a long one for the best number."""
-        origin = np.array([getattr(start, name) for name in self._free])
-
-        def at(point: Vector, turns: int) -> Shared:
-            values = map(float, origin * np.exp(point))
-            return replace(start, **dict(zip(self._free, values, strict=True)), turns=turns)
-
-        best = (float("inf"), np.zeros(len(origin)), shapes[0])
+    def run(self, start: Shared, rounds: int, shapes: Sequence[int]) -> tuple[Shared, float]:
+        """A descent for each number of turns, each from the best so far, and one twice as long for the best number."""
+        turns, best = shapes[0], Found(np.zeros(len(self._free)), float("inf"))
         for shape in shapes:
-            cost, found = self._descend(lambda point: at(point, shape), best[1], rounds)
-            best = min(best, (cost, found, shape), key=lambda one: one[0])
-        cost, found = self._descend(lambda point: at(point, best[2]), best[1], 2 * rounds)
-        shared = at(found, best[2])
+            found = self._descend(start, best.point, shape, rounds)
+            if found.cost < best.cost:
+                turns, best = shape, found
+        best = self._descend(start, best.point, turns, 2 * rounds)
+        shared = self._at(start, best.point, turns)
         self._say(f"found {shared}")
-        return shared, float(np.sum(self._residuals(shared) ** 2))
+        return shared, float(np.sum(self._rests(shared) ** 2))
 
-    def _descend(self, at: Callable[[Vector], Shared], point: Vector, rounds: int) -> tuple[float, Vector]:
-        """Gauss-Newton with damping (Levenberg, Marquardt); slopes over steps so wide that the draws do not drown them."""
-        pull = np.sqrt(_PRIOR)
+    def _descend(self, start: Shared, first: Vector, turns: int, rounds: int) -> Found:
+        def rests(point: Vector) -> Vector:
+            return np.concatenate([self._rests(self._at(start, point, turns)), sqrt(_PRIOR) * point])
 
-        def rests(where: Vector) -> Vector:
-            return np.concatenate([self._residuals(at(where)), pull * where])
+        found = descend(rests, first, rounds)
+        self._say(f"turns {turns}: distance {found.cost:.4f}")
+        return found
 
-        here = rests(point)
-        damping = 0.1
-        for _ in range(rounds):
-            slopes = np.column_stack([(rests(point + _WIDTH * row) - here) / _WIDTH for row in np.eye(len(point))])
-            for _ in range(4):
-                normal = slopes.T @ slopes
-                step = np.linalg.solve(normal + damping * np.diag(np.diag(normal)), -slopes.T @ here)
-                step = np.clip(step, -1.0, 1.0)
-                there = rests(point + step)
-                if there @ there < here @ here:
-                    point, here, damping = point + step, there, damping / 3
-                    break
-                damping *= 5
-            else:
-                break
-        self._say(f"{at(point).turns} turns: distance {here @ here:.4f}")
-        return float(here @ here), point
+    def _at(self, start: Shared, point: Vector, turns: int) -> Shared:
+        """`point`: logarithms of the factors from `start`."""
+        values = {name: getattr(start, name) * float(np.exp(factor)) for name, factor in zip(self._free, point, strict=True)}
+        return replace(start, **values, turns=turns)
 
-    def _residuals(self, shared: Shared) -> Vector:
-        return np.concatenate([self._of_run(at, shared) for at in range(len(self._runs))])
-
-    def _of_run(self, at: int, shared: Shared) -> Vector:
-        run, alone, measured = self._runs[at]
-        seeds = [self._seed + n for n in range(_SEEDS)]
-        return np.concatenate([residuals(measured, series(replay(run, profile_of(alone, shared), self._limits, seed=s))) for s in seeds])
-
-
-_WIDTH = 0.3
-
-
-def residuals(measured, simulated):
-    out = []
-    for name in ("ttft", "itl", "e2e"):
-        real, ours = (np.maximum(np.percentile(values[name], _QUANTILES), 1e-6) for values in (measured, simulated))
-        out.append(np.sqrt(np.array(_WEIGHTS)) * np.log(ours / real))
-    return np.concatenate(out)
+    def _rests(self, shared: Shared) -> Vector:
+        return np.concatenate(
+            [
+                rests(measured, series(replay(run, profile_of(alone, shared), self._limits, seed=self._seed + at)))
+                for run, alone, measured in self._runs
+                for at in range(_SEEDS)
+            ]
+        )
 
 
 _FREE = ("decode_seq_ms", "frontend_step_ms", "wake_ms", "noise_growth", "contention", "chunk_factor", "request_ms")
@@ -379,14 +387,17 @@ def _known(alone: Lone, name: str) -> bool:
 
 def unseen(runs: Sequence[Run], fitted: Sequence[Run]) -> list[str]:
     """What is asked of the fit that its runs do not show."""
-    prefill, shown = (
-        max((one.prompt_tokens - one.cached_tokens for run in part for one in run.requests), default=0)
-        for part in (runs, [run for run in fitted if run.concurrency == 1])
-    )
-    if prefill <= 2 * shown:
-        return []
-    return [f"prefill is a guess: a lone client was seen with at most {shown} uncached tokens, {prefill} are to be predicted"]
-
-
-def _simplex(point: Vector) -> Vector:
-    return np.vstack([point, *(point + 0.5 * row for row in np.eye(len(point)))])
+    lone = [one for run in fitted if run.concurrency == 1 for one in run.requests]
+    asked = [one for run in runs for one in run.requests]
+    prefill, shown = (max((one.prompt_tokens - one.cached_tokens for one in part), default=0) for part in (asked, lone))
+    doubts = []
+    if prefill > 2 * shown:
+        doubts.append(
+            f"prefill is a guess: a lone client was seen with at most {shown} uncached tokens, {prefill} are to be predicted"
+        )
+    others = max((one.other_cores for one in asked), default=0.0)
+    if others > _NOTABLE_CORES and not _shows_other_jobs([one.other_cores for one in lone for _chunk in one.chunks]):
+        doubts.append(
+            f"what other jobs do to a step is a guess: a lone client hardly met any, up to {others:g} cores are given"
+        )
+    return doubts

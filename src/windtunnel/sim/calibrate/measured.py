@@ -21,6 +21,7 @@ class Measured:
     cached_tokens: int = 0
     headers_ms: float | None = None
     other_cores: float = 0.0
+    """What other jobs of the server's machine took meanwhile."""
 
     @property
     def ttft_ms(self) -> float:
@@ -55,7 +56,7 @@ class Run:
     group: str = ""
     """Runs that were measured together, one soon after another: their surroundings were the same (a pass of the trace)."""
     other_jobs: tuple[tuple[float, float], ...] = ()
-    """(up to this time in s, cores that other jobs took)."""
+    """Where it is known: (up to this time in s, cores that other jobs took), in order."""
 
     @cached_property
     def thinks_ms(self) -> list[float]:
