@@ -53,8 +53,9 @@ def calibrate(
     from windtunnel.cli.glue import fail
     from windtunnel.core.profile import ProfileError
     from windtunnel.sim.calibrate.cpu import beside_other_jobs, read_other_jobs
-    from windtunnel.sim.calibrate.fit import Fit, FitError, fit, unseen
+    from windtunnel.sim.calibrate.fit import Fit, fit
     from windtunnel.sim.calibrate.formats import TraceError
+    from windtunnel.sim.calibrate.lone import FitError, unseen
     from windtunnel.sim.calibrate.prediction import predict
     from windtunnel.sim.calibrate.replay import EngineLimits
 

@@ -134,9 +134,9 @@ class Profile:
     step_noise: Noise = field(default_factory=Noise)
     request_noise: Noise = field(default_factory=Noise)
     """Around `handover_ns`."""
-    machine: Machine = field(default_factory=Machine)
     source: str = ""
     """Where the numbers come from: file, concurrencies, seed."""
+    machine: Machine = field(default_factory=Machine)
 
     def as_mapping(self) -> dict[str, Any]:
         sections = {name: _plain(getattr(self, name)) for name in _SECTIONS}

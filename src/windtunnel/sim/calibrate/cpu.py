@@ -4,7 +4,6 @@ A line has `t_s` and `other_cores`, the cores that jobs other than the server an
 before, and `pass` where the trace has it. Other fields are ignored.
 """
 
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -35,14 +34,4 @@ def beside_other_jobs(runs: Sequence[Run], series: Mapping[str, Series]) -> list
             raise TraceError(
                 f"--cpu has no line of {run.group or 'a trace without passes'}; it has {', '.join(series) or 'none'}"
             )
-    return [_beside(run, series[run.group]) for run in runs]
-
-
-def _beside(run: Run, jobs: Series) -> Run:
-    ends_s = [until_s for until_s, _cores in jobs]
-
-    def at(time_s: float) -> float:
-        return jobs[min(bisect_right(ends_s, time_s), len(jobs) - 1)][1]
-
-    requests = [replace(one, other_cores=at((one.sent_s + one.end_s) / 2)) for one in run.requests]
-    return replace(run, requests=requests, other_jobs=jobs)
+    return [replace(run, other_jobs=series[run.group]) for run in runs]

@@ -1,5 +1,6 @@
 """A measured request, whatever tool measured it, and runs of them."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,8 +21,6 @@ class Measured:
     e2e_ms: float
     cached_tokens: int = 0
     headers_ms: float | None = None
-    other_cores: float = 0.0
-    """What other jobs of the server's machine took meanwhile."""
 
     @property
     def ttft_ms(self) -> float:
@@ -58,6 +57,10 @@ class Run:
     other_jobs: tuple[tuple[float, float], ...] = ()
     """Where it is known: (up to this time in s, cores that other jobs took), in order."""
 
+    def other_cores_at(self, time_s: float) -> float:
+        jobs = self.other_jobs
+        return jobs[min(bisect_right(jobs, time_s, key=_until_s), len(jobs) - 1)][1] if jobs else 0.0
+
     @cached_property
     def thinks_ms(self) -> list[float]:
         """From an answer's end to the next request of a closed loop: the client's own pauses."""
@@ -66,3 +69,7 @@ class Run:
         ends = sorted(request.end_s for request in self.requests)
         sends = sorted(request.sent_s for request in self.requests)[self.concurrency :]
         return [max(0.0, 1e3 * (send - end)) for end, send in zip(ends, sends, strict=False)]
+
+
+def _until_s(job: tuple[float, float]) -> float:
+    return job[0]
