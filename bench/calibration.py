@@ -1,7 +1,8 @@
 """Writes the tables of docs/calibration.md: python -m bench.calibration [NAME…]
 
-Each table is one `windtunnel calibrate` of the recorded trace (`$WINDTUNNEL_GOLDEN/vllm/trace.jsonl`), printed as it comes,
-misses included, between the marks <!-- NAME --> and <!-- /NAME --> of the page. Not part of `make bench`: it takes minutes.
+Each table is one `windtunnel calibrate` of the recorded trace (`$WINDTUNNEL_GOLDEN/vllm/trace.jsonl`) beside what other jobs
+took of its machine (`trace_cpu.jsonl`), printed as it comes, misses included, between the marks <!-- NAME --> and
+<!-- /NAME --> of the page. Not part of `make bench`: it takes minutes.
 """
 
 import os
@@ -18,8 +19,8 @@ TRACE = Path(os.environ.get("WINDTUNNEL_GOLDEN", "../shared/golden")) / "vllm" /
 LIMITS = EngineLimits(max_num_seqs=16, max_num_batched_tokens=2048, block_size=32)
 SERVER = (
     *(word for name in LIMITS.__slots__ for word in (f"--{name.replace('_', '-')}", str(getattr(LIMITS, name)))),
-    "--seed",
-    "1",
+    *("--cores", "2", "--cpu", "trace_cpu.jsonl"),
+    *("--seed", "1"),
 )
 TABLES = {
     "all-passes": ("--fit-concurrency", "1,8"),
@@ -37,8 +38,8 @@ def main() -> None:
 
 
 def _calibrate(name: str) -> str:
-    command = [sys.executable, "-m", "windtunnel", "calibrate", str(TRACE), *TABLES[name], *SERVER]
-    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+    command = [sys.executable, "-m", "windtunnel", "calibrate", TRACE.name, *TABLES[name], *SERVER]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=TRACE.parent).stdout.strip()
 
 
 def _replace(name: str, content: str) -> None:

@@ -3,6 +3,7 @@
 import json
 import random
 import statistics
+from dataclasses import replace
 
 import pytest
 
@@ -33,6 +34,12 @@ PROFILE = Profile(
 
 def test_a_profile_survives_its_file() -> None:
     assert from_mapping(json.loads(json.dumps(PROFILE.as_mapping()))) == PROFILE
+
+
+def test_a_profile_that_does_not_know_its_machine_is_one() -> None:
+    document = PROFILE.as_mapping()
+    del document["machine"]
+    assert from_mapping(document) == replace(PROFILE, machine=Machine()) and not Machine().cores
 
 
 @pytest.mark.parametrize(

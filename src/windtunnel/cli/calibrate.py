@@ -42,10 +42,8 @@ def calibrate(
     seeds: Annotated[int, typer.Option(min=1, max=100, help="Predictions are means over so many seeds")] = 5,
     rounds: Annotated[
         int,
-        typer.Option(
-            min=1, max=1000, help="Of the search, for each shape of front end; the best shape gets twice as many more"
-        ),
-    ] = 2,
+        typer.Option(min=1, max=1000, help="At most so many of the search"),
+    ] = 6,
     out: Annotated[Path | None, typer.Option(help="Write the profile here, for windtunnel serve --profile")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout")] = False,
 ) -> None:

@@ -1,6 +1,7 @@
 """`windtunnel calibrate` from a file to a profile that `serve` takes, and what it says about wrong calls."""
 
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,9 @@ from tests.sim.calibrate.test_fit import measured
 from typer.testing import CliRunner, Result
 
 from windtunnel.cli.main import app
+from windtunnel.core.profile import ProfilePacing
 from windtunnel.serve.config import UsageError
+from windtunnel.serve.engines import make_pacing
 from windtunnel.serve.flags import parse_args
 
 
@@ -54,7 +57,8 @@ def test_other_jobs_of_the_machine_are_an_input_of_fit_and_prediction(tmp_path: 
     beside = run(path, *given, "--cpu", cpu)
     assert result.exit_code == beside.exit_code == 0, beside.output
     assert result.stdout != beside.stdout
-    assert parse_args(["m", "--profile", str(out), "--other-jobs", "0.5"]).config.pacing.other_jobs == 0.5
+    pacing = make_pacing(parse_args(["m", "--profile", str(out), "--other-jobs", "0.5"]).config.pacing, random.Random(0))
+    assert isinstance(pacing, ProfilePacing) and pacing.other_jobs.at(0) == 0.5 and pacing.profile.machine.cores == 2
 
 
 def test_what_is_wrong_with_a_cpu_file_is_said(tmp_path: Path) -> None:

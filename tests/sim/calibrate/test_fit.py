@@ -97,7 +97,7 @@ def test_other_jobs_that_no_lone_client_met_are_a_doubt() -> None:
 @pytest.mark.slow
 def test_a_fit_recovers_the_truth_and_predicts_what_was_left_out() -> None:
     runs = [measured(1, 60), measured(4, 80), measured(12, 120)]
-    found = fit(runs[:2], LIMITS, seed=5, rounds=3, turns=(6,))
+    found = fit(runs[:2], LIMITS, seed=5, rounds=6)
     profile = found.profile
     assert found.distance is not None and found.distance < 0.1
     assert profile.step.decode_seq_ns == pytest.approx(200_000, rel=0.4)

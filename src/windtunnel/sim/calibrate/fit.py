@@ -20,12 +20,13 @@ from windtunnel.core.profile import FrontendCosts, Noise, Profile, StepCosts
 from windtunnel.sim.calibrate.lone import FitError, Lone, Vector, lones
 from windtunnel.sim.calibrate.measured import Run
 from windtunnel.sim.calibrate.replay import EngineLimits, replay
-from windtunnel.sim.calibrate.search import Found, descend
+from windtunnel.sim.calibrate.search import descend
 
 _SHARES = np.concatenate([np.linspace(0, 0.99, 100), np.linspace(0.991, 0.999, 9), [1.0]])
 _QUANTILES = (10, 50, 90, 99)
 _WEIGHTS = (0.3, 2.0, 0.6, 0.5)
-_TURNS = (4, 6, 10)
+_TURNS = 6
+"""Fits to the recorded trace do not tell 4, 6 and 10 apart."""
 _SEEDS = 4
 """Replays of each run, whose means are compared: a quantile of one replay is as uncertain as one measured."""
 _PRIOR = 0.01
@@ -50,7 +51,6 @@ class Shared:
     """Only where nothing was timed after the last token: in hundredths of a lone step."""
     request_ms: float
     """Only where no headers were timed."""
-    turns: int
 
 
 def profile_of(alone: Lone, shared: Shared, source: str = "") -> Profile:
@@ -75,7 +75,7 @@ def profile_of(alone: Lone, shared: Shared, source: str = "") -> Profile:
             _ns(shared.wake_ms),
             _ns(max(0.0, rest_ms - request_ms)),
             round(shared.contention, 6),
-            shared.turns,
+            _TURNS,
         ),
         _noise(alone.step_noise_ms, alone.lasting, alone.memory),
         _noise(alone.request_noise_ms),
@@ -125,16 +125,14 @@ def fit(
     limits: EngineLimits,
     *,
     seed: int = 0,
-    rounds: int = 2,
+    rounds: int = 6,
     cores: int = 0,
     say: Callable[[str], None] = lambda _text: None,
     source: str = "",
-    turns: Sequence[int] = _TURNS,
 ) -> Fit:
     """Profiles of these runs. One of them must have concurrency 1.
 
-    The search is local: `rounds` of it for each of `turns`, and as many again twice for the best. `cores` of the machine, 0 if
-    they are not known: then other jobs slow nothing.
+    The search is local and takes at most so many `rounds`. `cores` of the machine; 0, not known: other jobs slow nothing.
     """
     single: dict[str, list[Run]] = {}
     for run in runs:
@@ -147,7 +145,7 @@ def fit(
     others = [(run, alone.get(run.group, pooled)) for run in runs if run.concurrency != 1]
     best, least = _start(pooled), None
     if others:
-        best, least = _Search(others, limits, seed, say).run(best, rounds, turns)
+        best, least = _Search(others, limits, seed, say).run(best, rounds)
     else:
         say("no run with concurrency above 1: the cost of a decoding sequence is a guess (5 % of a step)")
     groups = {name: profile_of(one, best, f"{source}; {name}" if name else source) for name, one in alone.items()}
@@ -155,9 +153,7 @@ def fit(
 
 
 def _start(alone: Lone) -> Shared:
-    return Shared(
-        0.05 * alone.step_ms, 0.1 * alone.first_ms, 0.25 * alone.first_ms, 0.5, 0.5, 1.0, 0.5 * alone.first_ms, _TURNS[0]
-    )
+    return Shared(0.05 * alone.step_ms, 0.1 * alone.first_ms, 0.25 * alone.first_ms, 0.5, 0.5, 1.0, 0.5 * alone.first_ms)
 
 
 class _Search:
@@ -171,30 +167,21 @@ class _Search:
         self._seed = seed
         self._say = say
 
-    def run(self, start: Shared, rounds: int, shapes: Sequence[int]) -> tuple[Shared, float]:
-        """A descent for each number of turns, each from the best so far, and one twice as long for the best number."""
-        turns, best = shapes[0], Found(np.zeros(len(self._free)), float("inf"))
-        for shape in shapes:
-            found = self._descend(start, best.point, shape, rounds)
-            if found.cost < best.cost:
-                turns, best = shape, found
-        best = self._descend(start, best.point, turns, 2 * rounds)
-        shared = self._at(start, best.point, turns)
-        self._say(f"found {shared}")
-        return shared, float(np.sum(self._rests(shared) ** 2))
+    def run(self, start: Shared, rounds: int) -> tuple[Shared, float]:
+        origin = [getattr(start, name) for name in self._free]
 
-    def _descend(self, start: Shared, first: Vector, turns: int, rounds: int) -> Found:
-        def rests(point: Vector) -> Vector:
-            return np.concatenate([self._rests(self._at(start, point, turns)), sqrt(_PRIOR) * point])
+        def at(point: Vector) -> Shared:
+            """`point`: logarithms of the factors from `start`."""
+            values = {name: value * float(np.exp(log)) for name, value, log in zip(self._free, origin, point, strict=True)}
+            return replace(start, **values)
 
-        found = descend(rests, first, rounds)
-        self._say(f"turns {turns}: distance {found.cost:.4f}")
-        return found
+        def costs(point: Vector) -> Vector:
+            return np.concatenate([self._rests(at(point)), sqrt(_PRIOR) * point])
 
-    def _at(self, start: Shared, point: Vector, turns: int) -> Shared:
-        """`point`: logarithms of the factors from `start`."""
-        values = {name: getattr(start, name) * float(np.exp(factor)) for name, factor in zip(self._free, point, strict=True)}
-        return replace(start, **values, turns=turns)
+        found = descend(costs, np.zeros(len(origin)), rounds)
+        best = at(found)
+        self._say(f"found {best}")
+        return best, float(np.sum(self._rests(best) ** 2))
 
     def _rests(self, shared: Shared) -> Vector:
         return np.concatenate([self._of_run(run, profile_of(alone, shared), measured) for run, alone, measured in self._runs])

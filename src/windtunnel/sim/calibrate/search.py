@@ -4,7 +4,6 @@ The slopes are taken over steps so wide that the simulation's draws do not drown
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,13 +18,7 @@ _TRIES = 4
 """Of one set of slopes, each more damped."""
 
 
-class Found(NamedTuple):
-    point: Vector
-    cost: float
-    """The sum of squares there."""
-
-
-def descend(rests: Callable[[Vector], Vector], first: Vector, rounds: int) -> Found:
+def descend(rests: Callable[[Vector], Vector], first: Vector, rounds: int) -> Vector:
     """The best point of at most so many rounds from `first`; a round costs an evaluation for each coordinate and a few more."""
     point, here, damping = first, rests(first), _FIRST_DAMPING
     for _ in range(rounds):
@@ -39,7 +32,7 @@ def descend(rests: Callable[[Vector], Vector], first: Vector, rounds: int) -> Fo
             damping *= _HARDER
         else:
             break
-    return Found(point, float(here @ here))
+    return point
 
 
 def _step(slopes: Vector, here: Vector, damping: float) -> Vector:
