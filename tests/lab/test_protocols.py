@@ -121,7 +121,7 @@ async def worker(*flags: str) -> AsyncIterator[int]:
     process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
     assert process.stderr is not None
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while not (found := re.search(rb"running on http://127.0.0.1:(\d+)", await process.stderr.readline())):
                 assert not process.stderr.at_eof()
         reading = asyncio.ensure_future(process.stderr.read())

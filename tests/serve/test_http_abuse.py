@@ -126,7 +126,7 @@ async def test_idle_connections_are_closed(sent: bytes) -> None:
     async with live(limits__head_timeout_ns=50_000_000, timeout_keep_alive_ns=1_000_000_000) as server:
         client = await RawClient.connect(server.port)
         client.send(sent)
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(PATIENCE_S):
             await client.read_all()
         await is_well(server)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.serve.live import FOREVER_NS, live
+from tests.serve.live import FOREVER_NS, PATIENCE_S, live
 from tests.serve.vllm_pd.pair import COMPLETION, MODEL, PROMPT, at_rest, counters, engine_of, holds, pair, until
 
 from windtunnel.core.units import S
@@ -47,7 +47,7 @@ def _streamed_text(path: str, stream: str) -> str:
 @pytest.mark.parametrize("path", BODIES)
 async def test_the_text_is_the_single_servers_and_everything_is_given_back(path: str) -> None:
     body = BODIES[path]
-    async with live() as single, httpx.AsyncClient(trust_env=False) as client:
+    async with live() as single, httpx.AsyncClient(trust_env=False, timeout=PATIENCE_S) as client:
         wanted = _text(path, (await client.post(single.url + path, json=body)).json())
     assert len(wanted.split()) == 12
     async with pair() as pd:
