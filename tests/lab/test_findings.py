@@ -8,11 +8,13 @@ from tests.lab.conftest import until
 from tests.lab.fake_server import DEFECTS, FakeServer
 
 from windtunnel.core.units import MS, S
+from windtunnel.lab.client import Session
 from windtunnel.lab.connection import How
 from windtunnel.lab.document import storm_document
 from windtunnel.lab.findings import KINDS, Finding, find
 from windtunnel.lab.plan import METRICS_BYSTANDER, Moment, Role, Shape, StormPlan, Trigger
-from windtunnel.lab.record import End, StormResult
+from windtunnel.lab.record import End, Sample, StormResult
+from windtunnel.lab.sampler import Sampler
 from windtunnel.lab.storm import run_storm
 from windtunnel.lab.target import make_target
 
@@ -103,6 +105,24 @@ async def test_a_stale_gauge_is_not_called_a_leak() -> None:
     found = names(find(await blow(PLANS["stale-gauge"], "stale-gauge")))
     assert "stale_gauge" in found
     assert not {"slot_leak", "queue_orphan", "kv_leak"} & set(found)
+
+
+async def test_a_stall_in_the_wait_for_quiet_hides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock leaps over the whole deadline while samples are few: what they are to witness is still waited for."""
+    leap_ns, now_ns, looked = [0], Session.now_ns, []
+    monkeypatch.setattr(Session, "now_ns", lambda session: now_ns(session) + leap_ns[0])
+    sample = Sampler.sample
+
+    async def leaping(sampler: Sampler) -> Sample:
+        taken = await sample(sampler)
+        looked.extend([taken] if taken.phase == "quiet" else [])
+        leap_ns[0] = 5 * PLAN.quiet_deadline_ns if len(looked) >= 8 else 0
+        return taken
+
+    monkeypatch.setattr(Sampler, "sample", leaping)
+    result = await blow(PLANS["stale-gauge"], "stale-gauge")
+    assert "stale_gauge" in names(find(result))
+    assert result.at_deadline is not None and len(looked) > 8
 
 
 async def test_work_for_nobody_is_not_called_a_leak() -> None:
