@@ -199,7 +199,7 @@ async def test_a_client_process_that_is_killed_is_reported() -> None:
 
 async def test_a_client_process_that_is_stuck_is_killed_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("windtunnel.lab.clients.STUCK_AFTER_NS", 0)
-    plan = replace(SPREAD, victim=Shape(max_tokens=100_000), when=Trigger(Moment.TOKENS, 100), survivors=0, later=3)
+    plan = replace(SPREAD, victim=Shape(max_tokens=100_000), when=Trigger(Moment.TOKENS, 20), survivors=0, later=3)
     async with fake(itl_s=0.01) as (server, target):
         storm = asyncio.create_task(run_storm(target, replace(plan, request_timeout_ns=4 * S)))
         await until(lambda: server.running == plan.victims)
