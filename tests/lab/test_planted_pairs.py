@@ -84,12 +84,12 @@ SCENES = {
             QUIET,
             victims=4,
             how=(How.FIN, How.RST),
-            when=Trigger(Moment.AFTER, 0, 150 * MS),
+            when=Trigger(Moment.BETWEEN, 0),
             victim=Shape(max_tokens=32, prompt_words=200),
             bystanders=0,
         ),
         POOL,
-        balancer={"between_legs_s": 0.4},
+        balancer={"between_legs_s": 1.0},
         old_reader=True,
         clean=("lease_expired",),
     ),
@@ -128,6 +128,12 @@ async def names_after(scene: Scene, *faults: str) -> list[str]:
             async with old_reader(pd):
                 result = await run_storm(target, scene.plan)
     return [finding.name for finding in primary(find(result))]
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Victims wait for their state, not for a time."""
+    monkeypatch.setattr("windtunnel.lab.states.PATIENCE_NS", 60 * S)
 
 
 @pytest.mark.parametrize("fault", SHOWN_BY)
