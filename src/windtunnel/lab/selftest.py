@@ -93,13 +93,17 @@ _LONG = BystanderKind("long", shape=Shape(prompt_words=300, max_tokens=8, stream
 _PAIR = replace(_QUICK, how=(How.FIN, How.RST), sample_every_ns=40 * MS, request_timeout_ns=6 * S)
 _LEAVING_EARLY = replace(
     _PAIR,
+    victims=5,
     hold=False,
-    when=Trigger(Moment.AFTER, 0, 400 * MS),
+    when=Trigger(Moment.AFTER, 0, 2_500 * MS),
     victim=Shape(prompt_words=200, max_tokens=200),
     bystanders=0,
     later=2,
     quiet_before_later=False,
+    quiet_deadline_ns=3 * S,
+    request_timeout_ns=30 * S,
 )
+"""Prompts that fill a prefill batch each; whoever leaves does so in the middle of a later batch."""
 _LEAVING_DURING_A_READ = replace(
     _PAIR,
     victims=4,
@@ -153,11 +157,12 @@ VLLM_PAIR = (
 """A lease takes a second, a read 0.4 s, and whoever comes next gets the blocks of whoever has left."""
 SGLANG_PAIR = (
     f"{_UP.replace('PRESET', 'sglang-pd')} --args '--time-scale 30 --sglang-profile 0.5.12'"
-    " --args 'prefill:--pacing step --step-base 4500ms --step-prefill-token 0s --step-decode-seq 0s --chunked-prefill-size 256'"
+    " --args 'prefill:--pacing step --step-base 30s --step-prefill-token 0s --step-decode-seq 0s'"
+    " --args 'prefill:--chunked-prefill-size -1 --max-prefill-tokens 256'"
     " --args 'prefill:--disaggregation-queue-size 128 --transfer-latency 0s --transfer-dead-peer 1000h'"
     " --args 'decode:--itl 150ms --disaggregation-listen-sockets 96'"
 )
-"""A batch of the prefill takes 150 ms; a lost peer is not reported during the battery."""
+"""A batch of the prefill takes a second and one of the prompts; a lost peer is not reported during the battery."""
 FURTHER = (
     Case("proxy-keeps-upstream", "abort_not_propagated", f"{FRONT} --keep-upstream {WORKER}", f"{FRONT} {WORKER}", workers=1),
     Case("shutdown-hangs", "drain_timeout", f"{COMMAND} --shutdown-outcome hang"),
@@ -174,7 +179,7 @@ FURTHER = (
     Case(
         "transfer-race",
         "transfer_orphan",
-        f"{SGLANG_PAIR} --args 'prefill:--fault transfer-race:149999us peer-lost-on-abort'",
+        f"{SGLANG_PAIR} --args 'prefill:--fault transfer-race:999999us peer-lost-on-abort'",
         SGLANG_PAIR,
         workers=2,
     ),
