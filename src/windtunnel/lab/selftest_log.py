@@ -1,7 +1,7 @@
 """The runs of a self-test as they end: one JSON line each, after a first line that says of what they are.
 
 A self-test that was stopped goes on from such a file. Its runs belong to one state of the code, one seed and one set of
-defects, so a file with another head is refused. A last line without an end was being written when the process died; it is cut off.
+defects: a file with another head is refused. A last line without an end was being written when the process died; it is cut off.
 """
 
 import json
