@@ -64,7 +64,7 @@ BATTERY: tuple[tuple[str, StormPlan], ...] = (
         replace(
             _QUICK,
             victim=Shape(max_tokens=600, stream=False),
-            when=Trigger(Moment.AFTER, 0, 40 * MS),
+            when=Trigger(Moment.DECODE, 0),
             bystanders=4,
             bystander_kinds=(METRICS_BYSTANDER,),
             later_shape=Shape(stream=False),
@@ -96,12 +96,17 @@ _PAIR = replace(_QUICK, how=(How.FIN, How.RST), sample_every_ns=40 * MS, request
 _LEAVING_EARLY = replace(
     _PAIR,
     hold=False,
-    when=Trigger(Moment.AFTER, 0, 400 * MS),
+    when=Trigger(Moment.AFTER, 0, 600 * MS),
     victim=Shape(prompt_words=200, max_tokens=200),
     bystanders=0,
-    later=2,
+    later=4,
+    later_concurrency=1,
     quiet_before_later=False,
 )
+"""The batches of the victims' prompts take 150 ms each, a second together, and whatever is noticed between the end of the first and
+150 ms after the end of the last meets a transfer in the race: 600 ms are in the middle. SGLang shows its queues with the next
+prefill batch only, so the later streams come one after the other: some of their batches are planned when the race is over.
+"""
 _LEAVING_DURING_A_READ = replace(
     _PAIR,
     victims=4,
