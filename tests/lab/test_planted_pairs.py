@@ -155,6 +155,7 @@ IN_THE_RACE = replace(
     victim=Shape(prompt_words=200, max_tokens=200),
     bystanders=0,
     later=2,
+    later_concurrency=1,
     quiet_before_later=False,
     quiet_deadline_ns=3 * BATCH,
     request_timeout_ns=30 * S,

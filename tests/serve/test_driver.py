@@ -66,7 +66,8 @@ async def test_a_pipelined_request_arrives_when_its_turn_comes(monkeypatch: pyte
     async with live(pacing__ttft_ns=FOREVER_NS) as server:
         monkeypatch.setattr(http11, "now_ns", lambda: arrived_ns)
         client = await RawClient.connect(server.port)
-        client.send(b"GET /v1/models HTTP/1.1\r\nHost: test\r\n\r\n" + request_bytes("/v1/completions", BODY | {"stream": True}))
+        first = b"GET /v1/models HTTP/1.1\r\nHost: test\r\n\r\n"
+        client.send(first + request_bytes("/v1/completions", BODY | {"stream": True}))
         await server.until(lambda: server.states() == ["prefill"])
         assert server.server.engine.live()[0].arrival_ns > arrived_ns
         client.leave("fin")
