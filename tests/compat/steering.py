@@ -1,15 +1,30 @@
-"""Probes of setups of their own: balance by ranks, by cache, by load."""
+"""Setups of their own and their probes: balance by ranks, by cache, by load."""
 
 import asyncio
 import re
 from typing import Any
 
 from tests.compat.cases import WORKS
+from tests.compat.modes import Mode, Setup
 from tests.compat.shapes import CHAT, OF
 from tests.compat.site import Site, Worker
 
 ASKED = 6
 TRIES = 40
+_TWO_RANKS = {"vllm": ("--data-parallel-size", "2"), "sglang": ("--dp-size", "2")}
+
+
+def by_load(head: str, engine: str) -> Setup:
+    """`head`: the router's command line before its policy and workers."""
+    words = f"{head} --policy power_of_two --worker-urls {{url0}} {{url1}}"
+    return Setup("`--policy power_of_two`", Mode("load", engine, words, balanced=False), answered, thorough=True)
+
+
+def by_rank(head: str, engine: str, aware: str) -> Setup:
+    """`aware`: what tells the router that its worker has two ranks."""
+    words = f"{head} {aware} --policy round_robin --worker-urls {{url0}}"
+    mode = Mode("ranks", engine, words, ("worker",), flags=_TWO_RANKS[engine])
+    return Setup(f"`{aware}`, a worker with two ranks", mode, ranks)
 
 
 async def answered(site: Site) -> str:
