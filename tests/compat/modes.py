@@ -118,7 +118,8 @@ class Trial(Protocol):
 
 @dataclass(frozen=True)
 class Peer:
-    """One page. `program` is looked for by `tests.compat.peers`; `package` says whose version is printed."""
+    """One page. `program` is looked for by `tests.compat.peers`; `package` says whose version is printed;
+    where it is empty, the program tells its own."""
 
     name: str
     package: str
