@@ -32,6 +32,8 @@ class Mode:
     config: str = ""
     """The text of a file, with the same places as `words`, where it is `{config}`."""
     environment: Mapping[str, str] = field(default_factory=dict)
+    pooling: bool = False
+    """Its workers give vectors, not text."""
     not_run: str = ""
     """Why it is not tried; such a column is told as it is."""
 

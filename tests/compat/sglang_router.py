@@ -1,7 +1,7 @@
 """sglang-router (clients reference §3)."""
 
 from tests.compat.modes import Mode, Peer, Setup
-from tests.compat.steering import answered, by_load, by_rank
+from tests.compat.steering import answered, by_load, by_rank, by_vectors
 
 _HEAD = "launch --host 127.0.0.1 --port {port} --prometheus-host 127.0.0.1 --prometheus-port {metrics_port}"
 _CALM = f"{_HEAD} --disable-circuit-breaker"
@@ -20,6 +20,7 @@ PEER = Peer(
     ),
     (
         by_rank(_HEAD, "sglang", "--dp-aware"),
+        by_vectors(Mode("vLLM", "vllm", _BOTH)),
         by_load(_HEAD, "sglang"),
         Setup(
             "`--mini-lb` with P/D",

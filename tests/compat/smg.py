@@ -1,7 +1,7 @@
 """smg (clients reference §4.1, §4.2)."""
 
 from tests.compat.modes import KV_EVENTS, Mode, Peer, Setup
-from tests.compat.steering import by_load, by_rank, goes_back_to_its_cache
+from tests.compat.steering import by_load, by_rank, by_vectors, goes_back_to_its_cache
 
 _HEAD = "launch --host 127.0.0.1 --port {port} --prometheus-host 127.0.0.1 --prometheus-port {metrics_port}"
 _CALM = f"{_HEAD} --disable-circuit-breaker"
@@ -44,6 +44,7 @@ PEER = Peer(
             goes_back_to_its_cache,
         ),
         by_rank(_HEAD, "sglang", "--dp-aware"),
+        by_vectors(Mode("vLLM", "vllm", _BOTH)),
         by_load(_HEAD, "vllm"),
     ),
 )

@@ -1,7 +1,7 @@
 """vllm-router (clients reference §4.3)."""
 
 from tests.compat.modes import BLOCK_SIZE, KV_EVENTS, Mode, Peer, Setup
-from tests.compat.steering import by_load, by_rank, follows_the_cache
+from tests.compat.steering import by_load, by_rank, by_vectors, follows_the_cache
 
 _HEAD = "--host 127.0.0.1 --port {port} --prometheus-host 127.0.0.1 --prometheus-port {metrics_port}"
 _CALM = f"{_HEAD} --disable-circuit-breaker"
@@ -32,6 +32,7 @@ PEER = Peer(
             "`--policy kv_aware`: 6 of 6 to the worker that holds the prompt, then to the other", KV_AWARE, follows_the_cache
         ),
         by_rank(f"{_HEAD} --api-key wt-key", "vllm", "--intra-node-data-parallel-size 2"),
+        by_vectors(Mode("vLLM", "vllm", _BOTH)),
         by_load(_HEAD, "vllm"),
     ),
 )
