@@ -6,8 +6,8 @@ Rules this file lives by:
   tier has no room for enters the one behind it; a hit takes it out of its tier, and so does computing it again.
 * A tier holds hashes only, at most `capacity`; the one that came first goes first. A hit leaves the tier and comes back as the
   youngest, so this order is the order of last use.
-* Its events have the tier's medium and name hashes alone, with a block size of 0: the placeholders of vLLM's offloading connector
-  (vLLM 0.33, without `self_describing_kv_events`).
+* Its events have the tier's medium and name hashes alone, with a block size of 0: the placeholders of vLLM 0.33's
+  offloading connector without `self_describing_kv_events`.
 """
 
 from collections.abc import Container, Iterable, Sequence

@@ -231,7 +231,8 @@ def _or_default(value: bool | None, default: bool) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """What the request headers say, over what the body says (vLLM reference §1.6); the session is the body's first (vLLM 0.33)."""
+    """What the request headers say, over what the body says (vLLM reference §1.6). Of the session the body has the first word
+    and `vllm_xargs` the last (vLLM 0.33, `_get_session_id`)."""
 
     id_base: str
     priority: int
