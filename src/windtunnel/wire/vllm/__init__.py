@@ -18,8 +18,8 @@ def families(runner: str = "generate", convert: str | None = None, num_labels: i
 
 
 def _pooling(convert: str | None, num_labels: int) -> Sequence[Family]:
-    """Routes follow the model's tasks (§1.5): an embedding model has no `/classify`, a classifier no embeddings, and only one of
-    one class scores (vLLM 0.33, `enable_scoring_api`)."""
+    """Routes follow the model's tasks (§1.5): an embedding model has no `/classify`, a classifier no embeddings, and only one
+    of one class scores (vLLM 0.33, `enable_scoring_api`)."""
     from windtunnel.wire.vllm import classify, embeddings, pooling, rerank, score
 
     if convert != "classify":
