@@ -440,6 +440,7 @@ class VllmScheduler:
             sequence.token_slice(first * size, stop * size),
             (lora.lora_id, lora.name) if lora else None,
             sequence.keys.shown(first, stop - first, size),
+            sequence.request.session_id,
         )
 
 
