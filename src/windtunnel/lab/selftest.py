@@ -106,8 +106,9 @@ _LEAVING_EARLY = replace(
     quiet_deadline_ns=3 * S,
     request_timeout_ns=30 * S,
 )
-"""Prompts that fill a prefill batch of a second each; whoever leaves does so in the middle of a later batch. SGLang shows its queues
-with the next prefill batch only, so the later streams come one after the other.
+"""Prompts that fill a prefill batch of a second each; whoever leaves does so in the middle of a later one.
+
+SGLang shows its queues with the next prefill batch only, so the later streams come one after the other.
 """
 _LEAVING_DURING_A_READ = replace(
     _PAIR,
