@@ -60,6 +60,7 @@ async def test_an_aborted_bystander_is_called_so() -> None:
     [
         (Moment.QUEUED, "deferred"),
         (Moment.PREFILL, "prefill"),
+        (Moment.DECODE, "decode"),
         (Moment.TRANSFER, "transferring"),
         (Moment.BETWEEN, "inflight"),
         (Moment.BETWEEN, "held"),

@@ -1,4 +1,4 @@
-"""Findings that need a router, a transfer queue, a process or a known answer; and the arithmetic of the self-test."""
+"""Findings that need a router, a transfer queue, a process or a known answer."""
 
 import asyncio
 import json
@@ -11,12 +11,11 @@ from tests.lab.test_findings import PLAN, blow, names
 
 from windtunnel.core.units import S
 from windtunnel.lab.document import storm_report
-from windtunnel.lab.findings import Finding, Severity, find
+from windtunnel.lab.findings import find
 from windtunnel.lab.plan import Role, Shape
 from windtunnel.lab.proxy import Proxy
 from windtunnel.lab.record import DrainRecord, End, KnownPair, Sample, StormResult
 from windtunnel.lab.report import schema
-from windtunnel.lab.selftest import Case, Run, Seen, schedule, selftest_document
 from windtunnel.lab.storm import run_storm
 from windtunnel.lab.target import make_target
 
@@ -77,28 +76,3 @@ async def test_drains_known_answers_and_the_document() -> None:
     document = storm_report(make_target("http://127.0.0.1:1", "fake", headers={"authorization": "Bearer fake"}), result)
     assert document["model"] == "<removed>"  # the key, wherever it turns up
     jsonschema.Draft202012Validator(schema("storm")).validate(json.loads(json.dumps(document)))
-
-
-def test_the_self_test_counts_what_was_named_right() -> None:
-    def seen(name: str, seconds: float) -> Seen:
-        return Seen(Finding(name, Severity.HIGH, "", ("x",), 1), "crowd", seconds)
-
-    case = Case("deaf", "zombie_tokens")
-    runs = [
-        Run(case, 1, (seen("zombie_tokens", 2.0), seen("late_cancel", 2.0)), 3.0),
-        Run(case, 2, (seen("late_cancel", 2.0),), 3.0),
-        Run(case, 3, (), 3.0),
-        Run(None, 4, (), 3.0),
-        Run(None, 5, (seen("wedged", 1.0),), 3.0),
-        Run(None, 6, (), 3.0, "did not answer"),
-    ]
-    document = selftest_document(runs)
-    assert document["by_fault"]["deaf"]["found"] == 2
-    assert document["by_fault"]["deaf"]["named_right"] == 1
-    assert document["by_fault"]["deaf"]["missed_seeds"] == [2, 3]
-    assert document["detection_rate"] == pytest.approx(1 / 3)
-    assert document["false_alarm_rate"] == pytest.approx(2 / 3)
-    assert not document["goal_met"]
-    order = schedule([case, Case("x", "y")], 3, seed=1)
-    assert sum(planted for _, planted, _ in order) == 6 == sum(not planted for _, planted, _ in order)
-    assert order == schedule([case, Case("x", "y")], 3, seed=1) != schedule([case, Case("x", "y")], 3, seed=2)

@@ -13,7 +13,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import lru_cache
 from math import isfinite
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from windtunnel.core.units import MS
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from windtunnel.lab.grpc_client import Worker
 
 SERIES_LIMIT = 50_000
+LINES_KEPT = 16_384
 MODELS_PATIENCE_S = 30
 METRICS_FLAG = "--metrics-url"
 """Errors name it; in an experiment file it is the arm's `metrics_urls`."""
@@ -312,17 +315,20 @@ def _canonical(name: str) -> str:
 
 def parse_metrics(text: str) -> list[Series]:
     """The series of a Prometheus text exposition; lines that are none are skipped."""
-    out: list[Series] = []
-    for line in text.splitlines()[:SERIES_LIMIT]:
-        found = None if line.startswith("#") else _LINE.match(line)
-        if found is None:
-            continue
-        try:
-            value = float(found[3])
-        except ValueError:
-            continue
-        out.append(Series(_canonical(found[1]), dict(_LABEL.findall(found[2] or "")), value))
-    return out
+    return [one for line in text.splitlines()[:SERIES_LIMIT] if (one := _series(line)) is not None]
+
+
+@lru_cache(LINES_KEPT)
+def _series(line: str) -> Series | None:
+    """Kept, because most lines of a page are those of the sample before."""
+    found = None if line.startswith("#") else _LINE.match(line)
+    if found is None:
+        return None
+    try:
+        value = float(found[3])
+    except ValueError:
+        return None
+    return Series(_canonical(found[1]), MappingProxyType(dict(_LABEL.findall(found[2] or ""))), value)
 
 
 def recognise(series: Sequence[Series]) -> Kind:

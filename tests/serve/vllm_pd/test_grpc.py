@@ -128,11 +128,33 @@ async def test_an_aborted_prefill_holds_nothing_and_answers_no_parameters(stream
 
 
 async def test_between_the_legs_nobody_tells_the_prefill() -> None:
-    """Nor does a decode that refuses the request: the front end's release is of HTTP's handlers (vLLM reference §7.2)."""
-    async with pair(UNHURRIED, d={"scheduler__max_model_len": 64}) as pd:
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await answer(pd.d, leg(await pd.prefilled()))
-        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    async with pair(UNHURRIED) as pd:
+        await pd.prefilled()
         assert holds(pd.p.live) == 1
         await pd.until_idle()
         assert counters(pd.p.live) == {"kv_expired_reqs": 1}
+
+
+@both_ways
+async def test_a_refusal_by_the_decode_releases_the_prefill(stream: bool) -> None:
+    """smg-grpc-servicer 0.14.1, `_notify_kv_transfer_rejected`: whatever fails before the engine has started."""
+    async with pair(UNHURRIED, d={"scheduler__max_model_len": 64}) as pd:
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await answer(pd.d, leg(await pd.prefilled(), stream=stream))
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        await pd.until_idle()
+        assert counters(pd.p.live) == {}
+
+
+@both_ways
+async def test_an_overloaded_decode_releases_the_prefill(stream: bool) -> None:
+    full = {"scheduler__max_num_queued_reqs": 1, "scheduler__max_num_seqs": 1, "pacing__itl_ns": FOREVER_NS}
+    async with pair(UNHURRIED, d=full) as pd:
+        other = asyncio.ensure_future(answer(pd.d, request(TEXT, stream=True, max_tokens=8, request_id="other")))
+        await until(lambda: pd.d.live.states() == ["decode"])
+        with pytest.raises(grpc.aio.AioRpcError):
+            await answer(pd.d, leg(await pd.prefilled(), stream=stream))
+        await until(lambda: holds(pd.p.live) == 0)
+        assert counters(pd.p.live) == {}
+        other.cancel()
+        await pd.until_idle()
