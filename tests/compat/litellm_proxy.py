@@ -5,6 +5,7 @@ from typing import Any
 from tests.compat.modes import Mode, Peer, Setup
 from tests.compat.shapes import CHAT, OF, frames
 from tests.compat.site import HELLO, Site
+from tests.compat.steering import by_vectors
 from windtunnel.faults.proxy import Proxy
 
 _WORDS = "--config {config} --host 127.0.0.1 --port {port} --telemetry False"
@@ -105,6 +106,7 @@ PEER = Peer(
             _mode("cool", "vllm", "num_retries: 2, cooldown_time: 60"),
             _shut_out,
         ),
+        by_vectors(_mode("vectors", "vllm")),
         Setup("a worker's stream ends cleanly without a finish reason: the client gets", _mode("end", "vllm"), _falls_silent),
     ),
 )

@@ -28,6 +28,7 @@ FREE_S = 1.5
 POLL_S = 0.005
 MODEL = "wt-model"
 HELLO = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+EMBEDDINGS = "/v1/embeddings"
 
 
 def free_port() -> int:
@@ -158,6 +159,11 @@ class Site:
         """The worker's answer, and the router's."""
         return await asyncio.gather(self.direct(path, body), self.post(path, body))  # type: ignore[return-value]
 
+    async def hello(self) -> httpx.Response:
+        """The smallest request that its workers answer."""
+        path, body = (EMBEDDINGS, {"model": MODEL, "input": "hi"}) if self.mode.pooling else ("/v1/chat/completions", HELLO)
+        return await self.post(path, body)
+
     def busy(self) -> list[str]:
         """Roles of workers that are not empty."""
         return [worker.role for worker in self.workers if not worker.empty()]
@@ -176,7 +182,7 @@ class Site:
             worker.live.server.jobs.abort_all()
         assert await self.until(lambda: not self.busy()), f"not empty: {self.busy()}"
         while self.mode.random and not all(worker.asked for worker in self.workers):
-            await self.post("/v1/chat/completions", HELLO)
+            await self.hello()
         for worker in self.workers:
             worker.forget()
             worker.live.server.engine.check_integrity()
@@ -259,7 +265,7 @@ async def _ready(made: Site) -> None:
                     made.client, made.url, zip(made.mode.roles, (worker.url for worker in made.workers), strict=True)
                 )
                 joined = True
-            answer = await made.post("/v1/chat/completions", HELLO)
+            answer = await made.hello()
             seen = all(worker.asked if made.mode.balanced else worker.visits or made.mode.grpc for worker in made.workers)
             if joined and seen and answer.status_code == 200:
                 return await made.settle()

@@ -22,7 +22,7 @@ from windtunnel.cli import experiment as experiment_command
 from windtunnel.cli import report as report_command
 from windtunnel.cli import storm as storm_command
 from windtunnel.lab import arms
-from windtunnel.lab.arms import count_patterns, fill, free_ports, running
+from windtunnel.lab.arms import Running, count_patterns, fill, free_ports, running
 from windtunnel.lab.experiment import Options, Progress, run_experiment, schedule, with_options
 from windtunnel.lab.experiment_file import Arm, Environment, Experiment, parse
 from windtunnel.lab.report import DocumentError, check_document, html, schema, write_all
@@ -274,6 +274,31 @@ async def test_a_server_that_ends_by_itself_is_no_harm(experiment: Experiment, t
     assert document["verdict"] == "inconclusive"
     assert message in document["why"]
     assert message in html(document)
+
+
+async def test_a_process_on_its_way_to_its_parent_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its port is closed before its status is known."""
+    tries: list[bool] = []
+    accepts = arms._accepts
+
+    async def seen(url: str) -> bool:
+        tries.append(await accepts(url))
+        return tries[-1]
+
+    monkeypatch.setattr(arms, "_accepts", seen)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", "import sys; sys.exit(len(sys.stdin.read()))", stdin=asyncio.subprocess.PIPE
+    )
+    assert process.stdin is not None
+    listening = await asyncio.start_server(lambda _reader, writer: writer.close(), "127.0.0.1", 0)
+    server = Running(f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}", None, process.pid, process=process)
+    assert await server.exit_status() is None
+    listening.close()
+    status = asyncio.ensure_future(server.exit_status())
+    await until(lambda: tries[1:3] == [False, False])
+    process.stdin.write(b"seven..")
+    process.stdin.close()
+    assert (tries[0], await status) == (True, 7)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -145,28 +145,32 @@ async def test_nothing_is_named_without_one(scene: str) -> None:
 
 # SGLang
 
+BATCH = 1 * S
+"""A prefill batch holds one prompt: of the victims that leave during one, the one of the batch before is in the race."""
 IN_THE_RACE = replace(
     QUIET,
-    victims=8,
+    victims=5,
     how=(How.FIN, How.RST),
-    when=Trigger(Moment.AFTER, 0, 600 * MS),
+    when=Trigger(Moment.AFTER, 0, 5 * BATCH // 2),
     victim=Shape(prompt_words=200, max_tokens=200),
     bystanders=0,
-    later=4,
+    later=2,
     later_concurrency=1,
     quiet_before_later=False,
-    quiet_deadline_ns=600 * MS,
+    quiet_deadline_ns=3 * BATCH,
+    request_timeout_ns=30 * S,
     time_scale=1.0,
 )
-RACE = ("transfer-race:149999us", "peer-lost-on-abort")
+RACE = ("transfer-race:999999us", "peer-lost-on-abort")
 
 
 @asynccontextmanager
 async def sglang_pair(release: str, *faults: str) -> AsyncIterator[Target]:
     both: dict[str, Any] = {"engine": "sglang", "sglang__profile": release, "pacing__time_scale": SCALE}
     prefill = both | {"disagg__mode": "prefill", "disagg__bootstrap_port": 0, "disagg__dead_peer_ns": 3600 * S * 1000}
-    prefill |= {"disagg__queue_size": 128, "disagg__transfer_latency_ns": 0, "sglang__chunked_prefill_size": 256}
-    prefill |= {"pacing__model": "step", "pacing__step_base_ns": round(150 * MS * SCALE)}
+    prefill |= {"disagg__queue_size": 128, "disagg__transfer_latency_ns": 0}
+    prefill |= {"sglang__chunked_prefill_size": -1, "sglang__max_prefill_tokens": 256}
+    prefill |= {"pacing__model": "step", "pacing__step_base_ns": round(BATCH * SCALE)}
     prefill |= {"pacing__step_prefill_token_ns": 0, "pacing__step_decode_seq_ns": 0}
     async with (
         live(**prefill, faults=faults) as p,

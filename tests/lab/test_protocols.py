@@ -40,7 +40,9 @@ GRPC_DEFECTS = {
 PLANS = {
     "stale-gauge": replace(CANCEL, bystander_kinds=(METRICS_BYSTANDER,)),
     "deaf": replace(CANCEL, quiet_deadline_ns=10 * S),
-    "wedge": replace(CANCEL, request_timeout_ns=500 * MS, bystander_kinds=(METRICS_BYSTANDER,), survivors=0),
+    "wedge": replace(
+        CANCEL, request_timeout_ns=1 * S, bystander_kinds=(METRICS_BYSTANDER,), survivors=0, later_concurrency=PLAN.later
+    ),
 }
 
 
@@ -83,7 +85,7 @@ GRPC_WAYS: dict[How, StormPlan] = {
     How.STOP_READING: replace(PLAN, how=(How.STOP_READING,), stall_ns=20 * MS),
     How.DEADLINE: replace(PLAN, how=(How.DEADLINE,), when=Trigger(Moment.AFTER, 0, 100 * MS)),
     How.TIMEOUT_RETRY: replace(PLAN, how=(How.TIMEOUT_RETRY,), victim=Shape(max_tokens=40)),
-    How.ABORT_ID: replace(PLAN, how=(How.ABORT_ID,), linger_ns=2 * S),
+    How.ABORT_ID: replace(PLAN, how=(How.ABORT_ID,), linger_ns=20 * S),
 }
 
 
@@ -121,7 +123,7 @@ async def worker(*flags: str) -> AsyncIterator[int]:
     process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
     assert process.stderr is not None
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while not (found := re.search(rb"running on http://127.0.0.1:(\d+)", await process.stderr.readline())):
                 assert not process.stderr.at_eof()
         reading = asyncio.ensure_future(process.stderr.read())

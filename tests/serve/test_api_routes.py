@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from tests.conformance.cases import golden_folder
-from tests.serve.live import FOREVER_NS, LiveServer, RawClient, live, request_bytes
+from tests.serve.live import FOREVER_NS, PATIENCE_S, LiveServer, RawClient, live, request_bytes
 
 GOLDEN = golden_folder()
 POOLING = {"runner": "pooling"}
@@ -18,7 +18,7 @@ CLASSIFY = {"runner": "pooling", "convert": "classify", "num_labels": 3}
 
 
 def client_of(server: LiveServer) -> httpx.AsyncClient:
-    return httpx.AsyncClient(base_url=server.url, timeout=20)
+    return httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S)
 
 
 async def post(client: httpx.AsyncClient, path: str, **body: Any) -> Any:
@@ -103,6 +103,40 @@ async def test_a_classifier_gives_probabilities() -> None:
         assert entry["label"] == f"LABEL_{entry['probs'].index(max(entry['probs']))}"
         assert (await post(client, "/pooling", input="the cat"))["data"][0]["data"] == entry["probs"]
         assert (await client.post("/v1/embeddings", json={"input": "x"})).status_code == 404
+
+
+async def test_pooling_answers_have_the_shapes_of_vllm_0_33() -> None:
+    """Ids, usage and refusals as `vllm/entrypoints/pooling` has them (0.33.0)."""
+    usage = {"prompt_tokens", "total_tokens", "completion_tokens", "prompt_tokens_details", "completion_tokens_details"}
+    told = {"headers": {"x-request-id": "r"}}
+    async with live(**POOLING) as server, client_of(server) as client:
+        pooled = (await client.post("/pooling", json={"input": "x"}, **told)).json()
+        assert (pooled["id"], set(pooled["usage"])) == ("pooling-r", usage)
+        ranked = (await client.post("/rerank", json={"query": "x", "documents": "y"}, **told)).json()
+        assert (ranked["id"], set(ranked["usage"])) == ("score-r", {"prompt_tokens", "total_tokens"})
+        (row,) = (await client.post("/score", json={"data_1": "x", "data_2": ["x"]}, **told)).json()["data"]
+        assert math.isclose(row["score"], 1)
+        refusals: list[tuple[str, dict[str, object], str, str | None]] = [
+            ("/pooling", {"input": "x", "dimensions": 8}, "dimensions is currently not supported", "dimensions"),
+            ("/pooling", {"input": "x", "task": "classify"}, "Unsupported task: 'classify'", "task"),
+            ("/pooling", {"input": "x", "task": "encode"}, "`encode` task was removed", "task"),
+            ("/v1/embeddings", {"input": "x", "normalize": True}, "Parameter `normalize` was removed", "normalize"),
+            ("/score", {"text_1": ["a", "b"], "text_2": ["a"]}, "Input lengths must be either 1:1, 1:N or N:N", None),
+            ("/score", {"text_1": "a", "text_2": []}, "At least one text_pair element must be given", None),
+        ]
+        for path, body, message, parameter in refusals:
+            answer = await client.post(path, json=body)
+            assert answer.status_code == 400, path
+            assert message in answer.json()["error"]["message"] and answer.json()["error"]["param"] == parameter
+
+
+async def test_only_a_classifier_of_one_class_scores() -> None:
+    """vLLM 0.33, `enable_scoring_api`."""
+    async with live(**CLASSIFY) as server, client_of(server) as client:
+        assert (await client.post("/score", json={"text_1": "a", "text_2": "b"})).status_code == 404
+        assert (await client.post("/rerank", json={"query": "a", "documents": ["b"]})).status_code == 404
+    async with live(**CLASSIFY | {"num_labels": 1}) as server, client_of(server) as client:
+        assert (await client.post("/score", json={"text_1": "a", "text_2": "b"})).status_code == 200
 
 
 async def test_a_prompt_as_long_as_the_context_is_pooled_and_a_longer_one_refused() -> None:

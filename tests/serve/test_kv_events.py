@@ -422,6 +422,17 @@ async def test_aborted_requests_leave_an_exact_stream() -> None:
         assert index.hashes == cached(server)
 
 
+async def test_a_block_tells_the_session_of_the_request_that_stored_it() -> None:
+    async with publishing() as (server, sub):
+        await complete(server, words("one "), session_id="s")
+        await complete(server, words("two "))
+        publisher = server.server.publishers[0]
+        assert publisher.replay is not None
+        batches = [decode(frames[3]) for frames in (await sub.replay(publisher.replay.endpoint, 0))[:-1]]
+        told = [event.get("session_id") for batch in batches for event in batch.events]
+        assert {None, "s"} == set(told)
+
+
 async def test_each_medium_is_exact_with_a_host_and_a_disk_tier() -> None:
     tiers = {"scheduler__kv_offloading_blocks": 15, "scheduler__kv_offloading_disk_blocks": 60}
     async with publishing(**tiers) as (server, sub):
@@ -429,7 +440,7 @@ async def test_each_medium_is_exact_with_a_host_and_a_disk_tier() -> None:
             await complete(server, words(f"w{number % 7} "), 1 + number % 9)
         publisher = server.server.publishers[0]
         assert publisher.replay is not None
-        gpu, cpu, disk = BlockIndex("GPU"), BlockIndex("CPU"), BlockIndex("DISK")
+        gpu, cpu, disk = BlockIndex("GPU"), BlockIndex("CPU"), BlockIndex("STORAGE")
         for frames in (await sub.replay(publisher.replay.endpoint, 0))[:-1]:
             gpu.apply(decode(frames[3]))
             cpu.apply(decode(frames[3]))

@@ -23,8 +23,9 @@ from windtunnel.lab.experiment_file import Arm, Environment
 Result = TypeVar("Result")
 READY_POLL_NS = 50 * MS
 TERM_PATIENCE_NS = 5 * S
-EXIT_GRACE_NS = 50 * MS
-"""So long after its sockets have closed, a process that ended may still be on its way to its parent."""
+EXIT_POLL_NS = 50 * MS
+EXIT_TRIES = 100
+"""On a busy machine a process that ended may take so long, five seconds, from the end of its sockets to its parent."""
 LOG_TAIL_BYTES = 2_000
 LOG_LIMIT_BYTES = 16 * 1024 * 1024
 """What a server writes beyond is dropped."""
@@ -67,13 +68,33 @@ class Running:
     process: asyncio.subprocess.Process | None = None
 
     async def exit_status(self) -> int | None:
-        """The status with which the server has ended by itself; None while it runs, or was not started here."""
+        """The status with which the server has ended by itself; None while it runs, or was not started here.
+
+        One that accepts connections runs.
+        """
         if self.process is None:
             return None
-        with suppress(TimeoutError):
-            async with asyncio.timeout(EXIT_GRACE_NS / 1e9):
-                await self.process.wait()
+        for _ in range(EXIT_TRIES):
+            if self.process.returncode is not None or await _accepts(self.url):
+                break
+            with suppress(TimeoutError):
+                async with asyncio.timeout(EXIT_POLL_NS / 1e9):
+                    await self.process.wait()
         return self.process.returncode
+
+
+async def _accepts(url: str) -> bool:
+    """Or is too busy to."""
+    origin = parse_origin(url)
+    try:
+        async with asyncio.timeout(EXIT_POLL_NS / 1e9):
+            _, writer = await asyncio.open_connection(origin.host, origin.port)
+    except TimeoutError:
+        return True
+    except OSError:
+        return False
+    writer.close()
+    return True
 
 
 def fill(template: str, *, port: int, time_scale: float, seed: int, more_ports: Sequence[int] = (0, 0, 0)) -> str:

@@ -95,17 +95,20 @@ _LONG = BystanderKind("long", shape=Shape(prompt_words=300, max_tokens=8, stream
 _PAIR = replace(_QUICK, how=(How.FIN, How.RST), sample_every_ns=40 * MS, request_timeout_ns=6 * S)
 _LEAVING_EARLY = replace(
     _PAIR,
+    victims=5,
     hold=False,
-    when=Trigger(Moment.AFTER, 0, 600 * MS),
+    when=Trigger(Moment.AFTER, 0, 2_500 * MS),
     victim=Shape(prompt_words=200, max_tokens=200),
     bystanders=0,
-    later=4,
+    later=2,
     later_concurrency=1,
     quiet_before_later=False,
+    quiet_deadline_ns=3 * S,
+    request_timeout_ns=30 * S,
 )
-"""The batches of the victims' prompts take 150 ms each, a second together, and whatever is noticed between the end of the first
-and 150 ms after the end of the last meets a transfer in the race: 600 ms are in the middle. SGLang shows its queues with the
-next prefill batch only, so the later streams come one after the other: some of their batches are planned when the race is over.
+"""Prompts that fill a prefill batch of a second each; whoever leaves does so in the middle of a later one.
+
+SGLang shows its queues with the next prefill batch only, so the later streams come one after the other.
 """
 _LEAVING_DURING_A_READ = replace(
     _PAIR,
@@ -168,11 +171,12 @@ VLLM_PAIR = (
 """A lease takes a second, a read 0.4 s, and whoever comes next gets the blocks of whoever has left."""
 SGLANG_PAIR = (
     f"{_UP.replace('PRESET', 'sglang-pd')} --args '--time-scale 30 --sglang-profile 0.5.12'"
-    " --args 'prefill:--pacing step --step-base 4500ms --step-prefill-token 0s --step-decode-seq 0s --chunked-prefill-size 256'"
+    " --args 'prefill:--pacing step --step-base 30s --step-prefill-token 0s --step-decode-seq 0s'"
+    " --args 'prefill:--chunked-prefill-size -1 --max-prefill-tokens 256'"
     " --args 'prefill:--disaggregation-queue-size 128 --transfer-latency 0s --transfer-dead-peer 1000h'"
     " --args 'decode:--itl 150ms --disaggregation-listen-sockets 96'"
 )
-"""A batch of the prefill takes 150 ms; a lost peer is not reported during the battery."""
+"""A batch of the prefill takes a second and one of the prompts; a lost peer is not reported during the battery."""
 FURTHER = (
     Case("proxy-keeps-upstream", "abort_not_propagated", f"{FRONT} --keep-upstream {WORKER}", f"{FRONT} {WORKER}", workers=1),
     Case("shutdown-hangs", "drain_timeout", f"{COMMAND} --shutdown-outcome hang"),
@@ -189,7 +193,7 @@ FURTHER = (
     Case(
         "transfer-race",
         "transfer_orphan",
-        f"{SGLANG_PAIR} --args 'prefill:--fault transfer-race:149999us peer-lost-on-abort'",
+        f"{SGLANG_PAIR} --args 'prefill:--fault transfer-race:999999us peer-lost-on-abort'",
         SGLANG_PAIR,
         workers=2,
     ),

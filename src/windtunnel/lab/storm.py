@@ -27,6 +27,7 @@ from windtunnel.lab.clients import Clients, LocalClients, make_clients
 from windtunnel.lab.connection import ConnectionCut, How, MalformedResponse, fetch
 from windtunnel.lab.extras import Extras
 from windtunnel.lab.oracle_check import Known, check_text, judge
+from windtunnel.lab.outlived import watched_ns
 from windtunnel.lab.plan import (
     Action,
     BystanderKind,
@@ -53,7 +54,8 @@ QUIET_SAMPLES = 2
 LEAST_SAMPLES = 8
 """The wait for quiet, and the look after a probe, do not end before so many: a busy machine takes few in the time."""
 PATIENCE = 4
-"""They do end after so many times their time."""
+"""The wait for quiet does end after so many times its time, or `LEAST_PATIENCE_NS`, whatever was sampled."""
+LEAST_PATIENCE_NS = 10_000_000_000
 PROBE_TOKENS = 12
 STALE_PROBE_TOKENS = 48
 """SGLang writes some gauges every 40 decode steps; a shorter probe leaves them as they were."""
@@ -396,18 +398,25 @@ class _Storm:
                     return
 
     async def _quiet(self) -> bool:
-        """Whether the samples became quiet before the deadline."""
+        """Whether the samples became quiet before the deadline, which is in witnessed time (`outlived`)."""
         with self._phase("quiet"):
             began_ns, wait_ns = self.session.now_ns(), self.plan.quiet_deadline_ns
+            patience_ns = max(PATIENCE * wait_ns, LEAST_PATIENCE_NS) if wait_ns else 0
             seen = len(self.sampler.samples)
-            while (waited_ns := self.session.now_ns() - began_ns) < PATIENCE * wait_ns:
-                if waited_ns >= wait_ns and len(self.sampler.samples) - seen >= LEAST_SAMPLES:
+            while (waited_ns := self.session.now_ns() - began_ns) < patience_ns:
+                if waited_ns >= wait_ns and self._looked_for_quiet(seen, began_ns):
                     break
                 recent = self.sampler.samples[seen:][-QUIET_SAMPLES:]
                 if len(recent) == QUIET_SAMPLES and all(self._is_quiet(sample) for sample in recent):
                     return True
                 await asyncio.sleep(self.plan.sample_every_ns / 2e9)
         return False
+
+    def _looked_for_quiet(self, seen: int, began_ns: int) -> bool:
+        """Whether the samples after the first `seen` bear witness to all of the wait."""
+        times = [sample.at_ns for sample in self.sampler.samples]
+        watched = watched_ns(times, began_ns, self.plan.sample_every_ns)
+        return len(times) - seen >= LEAST_SAMPLES and watched >= self.plan.quiet_deadline_ns
 
     def _is_quiet(self, sample: Sample) -> bool:
         assert self._baseline is not None

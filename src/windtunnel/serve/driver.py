@@ -88,8 +88,11 @@ class EngineDriver:
             self.wake()
 
     def submit(self, requests: Sequence[EngineRequest], listeners: Sequence[Listener]) -> Refusal | None:
-        """Admit all or none; from then on each listener gets the outputs of its request."""
-        refusal = self._machine.submit(requests, now_ns())
+        """Admit all or none; from then on each listener gets the outputs of its request.
+
+        For the engine they come when they arrived: what their way here has cost is no time of the engine's.
+        """
+        refusal = self._machine.submit(requests, max(request.arrival_ns for request in requests))
         if refusal is None:
             self._listeners.update(zip((request.request_id for request in requests), listeners, strict=True))
         self.wake()

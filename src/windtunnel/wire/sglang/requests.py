@@ -17,7 +17,9 @@ MAX_BATCH = 1024
 """Prompts in one request; the real server has no limit."""
 MAX_N = 1024
 MAX_RANKS = 1024
-MAX_STOP_REGEX = 64
+MAX_STOP_REGEX = 32
+MAX_STOP_REGEX_BYTES = 256
+_META = frozenset(".^$*+?{}[]\\|()")
 MAX_RESULTS = 4096
 """Prompts times `n`."""
 Bootstrap = tuple[str, int | None, int]
@@ -265,16 +267,20 @@ SAMPLING_FIELDS = (
 def sampling_plan(request: Any, max_tokens: int, *, min_tokens: int, logprobs: int | None, env: SglangEnv) -> SamplingPlan:
     """`request` has SGLang's common names: n, stop, stop_token_ids, stop_regex, no_stop_trim, ignore_eos, skip_special_tokens.
 
+    A stop regex without metacharacters is a stop string: SGLang trims an answer where the text of the *pattern* is found.
     Raises the 400 for a stop regex that cannot be.
     """
     stop = request.stop
+    patterns = _stop_regex(getattr(request, "stop_regex", None))
+    plain = tuple(pattern for pattern in patterns if _META.isdisjoint(pattern))
     return SamplingPlan(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
         n=request.n or 1,
-        stop=tuple(text for text in ([stop] if isinstance(stop, str) else stop or ()) if text),
+        stop=(*(text for text in ([stop] if isinstance(stop, str) else stop or ()) if text), *plain),
         stop_token_ids=(*(request.stop_token_ids or ()), *(() if request.ignore_eos else env.extra_eos_token_ids)),
-        stop_regex=_stop_regex(getattr(request, "stop_regex", None)),
+        stop_regex=tuple(pattern for pattern in patterns if pattern not in plain),
+        early_stops=True,
         include_stop_str=request.no_stop_trim,
         ignore_eos=request.ignore_eos,
         skip_special_tokens=request.skip_special_tokens is not False,
@@ -284,10 +290,14 @@ def sampling_plan(request: Any, max_tokens: int, *, min_tokens: int, logprobs: i
 
 
 def _stop_regex(given: str | list[str] | None) -> tuple[str, ...]:
+    """Limits and their texts: SGLang 0.5.23, `SamplingParams.normalize`."""
     patterns = tuple(text for text in ([given] if isinstance(given, str) else given or ()) if text)
     if len(patterns) > MAX_STOP_REGEX:
-        raise WireError(f"stop_regex has {len(patterns)} patterns: at most {MAX_STOP_REGEX} in one request")
+        raise WireError(f"at most {MAX_STOP_REGEX} stop_regex patterns are allowed, got {len(patterns)}")
     for pattern in patterns:
+        size = len(pattern.encode("utf-8", "surrogatepass"))
+        if size > MAX_STOP_REGEX_BYTES:
+            raise WireError(f"stop_regex is {size} bytes, over the {MAX_STOP_REGEX_BYTES}-byte limit")
         try:
             compiled(pattern)
         except SynthesisError as error:
