@@ -21,6 +21,7 @@ from windtunnel.lab.document import environment as machine
 from windtunnel.lab.document import plan_document, storm_document, versions
 from windtunnel.lab.experiment_file import Arm, ArmName, Environment, Experiment, Prediction, at_key
 from windtunnel.lab.findings import Severity
+from windtunnel.lab.looks import level_at
 from windtunnel.lab.plan import StormPlan, check_target_allowed
 from windtunnel.lab.redact import redact, redact_file, secrets_of
 from windtunnel.lab.storm import run_storm
@@ -48,7 +49,7 @@ class Options:
     aa: ArmName | None = None
     """Run this arm against itself: what differs then is noise."""
     looks: int = 1
-    """Test so often, evenly over the trials, and stop at the first significant effect. Each look has alpha / looks."""
+    """Test so often, evenly over the trials, and stop at the first significant effect (`lab.looks`)."""
     out: Path | None = None
     source: str | None = None
     """The name or file that the experiment was loaded by; None: its own name."""
@@ -164,15 +165,20 @@ def _environment_error(trial: Mapping[str, Any]) -> str | None:
 
 
 def _significant_already(experiment: Experiment, options: Options, trials: Mapping[ArmName, list[dict[str, Any]]]) -> bool:
-    """Whether a look is due after this trial, and sees the effect at its share of alpha (Bonferroni over the looks)."""
-    pairs = len(trials["control"])
-    if options.looks < 2 or pairs != len(trials["treatment"]) or experiment.effect.margin is not None:
+    """Whether a look is due after this trial, and sees the effect at its level."""
+    if len(trials["control"]) != len(trials["treatment"]):
         return False
-    due = {experiment.trials * look // options.looks for look in range(1, options.looks)}
-    if pairs not in due:
+    level = _level(experiment, options, trials, experiment.effect.alpha)
+    if level is None:
         return False
     effect = effect_document(experiment.effect, valid(trials["control"]), valid(trials["treatment"]))
-    return effect["p_value"] is not None and effect["p_value"] < experiment.effect.alpha / options.looks
+    return effect["p_value"] is not None and effect["p_value"] < level
+
+
+def _level(experiment: Experiment, options: Options, trials: Mapping[ArmName, Sequence[Any]], alpha: float) -> float | None:
+    """Of the look that is due after these trials; an equivalence is not looked at before the end."""
+    looks = 1 if experiment.effect.margin is not None else options.looks
+    return level_at(len(trials["control"]), experiment.trials, looks, alpha)
 
 
 def _tell(
@@ -337,8 +343,10 @@ def make_document(
         {**one.model_dump(), "holds": holds(one, good[one.arm]), "observed": observed(one, good[one.arm])}
         for one in experiment.predictions
     ]
-    effect = effect_document(experiment.effect, good["control"], good["treatment"])
-    effect |= {"aa": options.aa is not None, "looks": options.looks}
+    confidence = 1 - (_level(experiment, options, trials, 0.05) or 0.05)
+    effect = effect_document(experiment.effect, good["control"], good["treatment"], confidence)
+    level = _level(experiment, options, trials, experiment.effect.alpha)
+    effect |= {"aa": options.aa is not None, "looks": options.looks, "level": level or experiment.effect.alpha}
     complete = not interrupted and environment is None and all(good.values())
     errors = [trial["error"] for name in ARMS for trial in trials[name] if trial["error"] is not None]
     verdict, why = decide([one["holds"] for one in predictions], effect, complete=complete, errors=errors)
