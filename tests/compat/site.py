@@ -24,7 +24,9 @@ from windtunnel.serve.up.routers import registration
 START_S = 120
 ANSWER_S = 30
 FREE_S = 1.5
-"""A worker that still works for a client that left so long ago is not freed by its leaving."""
+"""A worker that still works for a client that left so long ago is not freed by its leaving, if there were turns to do it in."""
+TURNS = 100
+"""So often the router has answered something else meanwhile: whoever is short of the processor is not thought to be deaf."""
 POLL_S = 0.005
 MODEL = "wt-model"
 HELLO = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
@@ -173,6 +175,17 @@ class Site:
             async with asyncio.timeout(patience_s):
                 while not condition():
                     await asyncio.sleep(POLL_S)
+        return bool(condition())
+
+    async def in_time(self, condition: Callable[[], Any]) -> bool:
+        """Whether the condition has come to hold within `FREE_S` and `TURNS`."""
+        loop = asyncio.get_running_loop()
+        end_s, turns = loop.time() + FREE_S, 0
+        while not condition() and (loop.time() < end_s or turns < TURNS):
+            with contextlib.suppress(httpx.TransportError):
+                await self.client.get(f"{self.url}/v1/models")
+            turns += 1
+            await asyncio.sleep(POLL_S)
         return bool(condition())
 
     async def settle(self) -> None:

@@ -185,19 +185,24 @@ async def test_a_command_that_does_not_exist_is_an_environment_error(tmp_path: P
             pass
 
 
-async def test_a_server_that_is_never_ready_is_stopped(tmp_path: Path, pids: Path) -> None:
-    arm = Arm.model_validate(
-        {
-            "command": server_command("--pids", str(pids)),
-            "ready_url": f"http://127.0.0.1:{free_ports(1)[0]}/",
-            "ready_timeout": "2s",
-        }
-    )
+async def test_a_server_that_is_never_ready_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[asyncio.subprocess.Process] = []
+    start = arms._start
+
+    async def seen(*told: Any) -> asyncio.subprocess.Process:
+        started.append(await start(*told))
+        return started[-1]
+
+    monkeypatch.setattr(arms, "_start", seen)
+    never = f"http://127.0.0.1:{free_ports(1)[0]}/"
+    arm = Arm.model_validate({"command": server_command(), "ready_url": never, "ready_timeout": "200ms"})
     with pytest.raises(Environment, match="did not answer 200"):
         async with running(arm, tmp_path / "log", time_scale=1, seed=0):
             pass
-    assert started(pids)
-    assert alive(pids) == []
+    (process,) = started
+    assert process.returncode is not None
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
 
 
 async def test_a_process_that_made_a_session_of_its_own_ends_with_its_arm(tmp_path: Path, pids: Path) -> None:

@@ -54,12 +54,14 @@ class Scene:
 
 
 POOL = {"pacing__time_scale": SCALE, "scheduler__num_gpu_blocks": 130, "scheduler__max_model_len": 2048}
+SLOWER = POOL | {"pacing__time_scale": 10.0}
+"""A lease takes three seconds: in one of them a busy machine may do nothing."""
 LONG = Shape(max_tokens=8, stream=False, prompt_words=600)
 SCENES = {
     "plain": Scene(QUIET, POOL),
     "slow read": Scene(
-        replace(QUIET, bystanders=1, bystander_kinds=(BystanderKind("long", shape=LONG),)),
-        POOL,
+        replace(QUIET, bystanders=1, bystander_kinds=(BystanderKind("long", shape=LONG),), time_scale=10.0),
+        SLOWER,
         {"kv_transfer__bandwidth_gb_s": 0.0023},
     ),
     "leaving during a read": Scene(
@@ -75,21 +77,24 @@ SCENES = {
             later=1,
             quiet_deadline_ns=1 * S,
             bystander_kinds=(BystanderKind("completion", shape=replace(LONG, prompt_words=300)),),
+            time_scale=10.0,
         ),
-        POOL | {"scheduler__enable_prefix_caching": False},
-        {"kv_transfer__transfer_latency_ns": 9 * S},
+        SLOWER | {"scheduler__enable_prefix_caching": False},
+        {"kv_transfer__transfer_latency_ns": 10 * S},
     ),
     "leaving between the legs": Scene(
         replace(
             QUIET,
             victims=4,
             how=(How.FIN, How.RST),
-            when=Trigger(Moment.AFTER, 0, 150 * MS),
+            when=Trigger(Moment.BETWEEN, 0),
             victim=Shape(max_tokens=32, prompt_words=200),
             bystanders=0,
+            quiet_deadline_ns=4_500 * MS,
+            time_scale=10.0,
         ),
-        POOL,
-        balancer={"between_legs_s": 0.4},
+        SLOWER,
+        balancer={"between_legs_s": 0.8},
         old_reader=True,
         clean=("lease_expired",),
     ),
@@ -111,7 +116,7 @@ SHOWN_BY = {
 async def old_reader(pd: Pair) -> AsyncIterator[None]:
     """Its lease is the oldest, and the only one that is renewed."""
     slow = {"kv_transfer__told": NIXL, "kv_transfer__side_channel_port": 0, "kv_transfer__transfer_latency_ns": 3600 * S}
-    async with live(**slow, **POOL) as reader:
+    async with live(**slow, **SLOWER) as reader:
         client = await Pair(pd.p, reader, pd.url, pd.client).decoding(await pd.prefilled())
         await until(lambda: engine_of(reader).outstanding()["loads"])
         yield
@@ -128,6 +133,12 @@ async def names_after(scene: Scene, *faults: str) -> list[str]:
             async with old_reader(pd):
                 result = await run_storm(target, scene.plan)
     return [finding.name for finding in primary(find(result))]
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Victims wait for their state, not for a time."""
+    monkeypatch.setattr("windtunnel.lab.states.PATIENCE_NS", 60 * S)
 
 
 @pytest.mark.parametrize("fault", SHOWN_BY)
