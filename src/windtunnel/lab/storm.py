@@ -287,6 +287,10 @@ class _Storm:
                 await self._crowd(victims, plan.victim_concurrency or plan.victims, start_offsets(plan))
             with self._phase("bystanders"):
                 await self._bystander_round(round_)
+        if plan.calm and not self.sampler.blind:
+            await (
+                self.sampler.sample()
+            )  # survivors may have ended first: what leaving costs the server must not fall on the calm
 
     def _victims(self, round_: int) -> list[tuple[Ask, Leave]]:
         """The victims of a round; ways and moments take turns, so that every pair of them comes up."""
