@@ -21,7 +21,6 @@ from windtunnel.serve.http11 import LINE, ClientLine
 from windtunnel.serve.up.routers import Worker as ToldWorker
 from windtunnel.serve.up.routers import registration
 
-START_S = 120
 ANSWER_S = 30
 FREE_S = 1.5
 """A worker that still works for a client that left so long ago is not freed by its leaving."""
@@ -201,7 +200,7 @@ async def site(mode: Mode, program: str) -> AsyncIterator[Site]:
         await stack.enter_async_context(running(mode, program, places, folder))
         urls = [f"http://127.0.0.1:{one}" for one in (port, metrics_port)]
         made = Site(mode, urls[0], f"{urls[1]}/metrics", workers, reference, client)
-        async with asyncio.timeout(START_S):
+        async with asyncio.timeout(mode.start_s):
             await _ready(made)
         yield made
 
