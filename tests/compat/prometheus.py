@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.compat.cases import WORKS
 from tests.compat.modes import Mode, Peer, Trial
 from tests.compat.shapes import CHAT, OF
-from tests.compat.site import ANSWER_S, Worker, free_port, running, worker
+from tests.compat.site import ANSWER_S, START_S, Worker, free_port, running, worker
 from tests.serve.live import RawClient, request_bytes
 
 TTFT_S = 1.2
@@ -184,7 +184,7 @@ async def scraped(mode: Mode, program: str) -> AsyncIterator[Scraped]:
         places = {"port": free_port(), "folder": folder, "at0": server.live.url.removeprefix("http://")}
         await stack.enter_async_context(running(mode, program, places, folder))
         made = Scraped(mode, f"http://127.0.0.1:{places['port']}", server, client, Path(program).with_name("promtool"))
-        async with asyncio.timeout(mode.start_s):
+        async with asyncio.timeout(START_S):
             while not await _ready(made):
                 await asyncio.sleep(ASK_S)
         yield made

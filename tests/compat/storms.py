@@ -20,7 +20,7 @@ import httpx
 from tests.compat import peers
 from tests.compat.all import PEERS
 from tests.compat.modes import Mode, Peer
-from tests.compat.site import command, free_port, register
+from tests.compat.site import START_S, command, free_port, register
 
 PACE = ("--disable-access-log", "--ttft", "20ms", "--itl", "{itl}")
 SLOW = ("--disable-access-log", "--ttft", "2s", "--itl", "{itl}")
@@ -66,17 +66,18 @@ async def fleet(mode: Mode, program: str, pace: Sequence[str], log: Path) -> Asy
             flags = [*mode.shown_flags(role, port, bootstrap), *pace, *(["--grpc-port", str(grpc)] if mode.grpc else [])]
             serve = (sys.executable, "-m", "windtunnel", "serve", "wt-model", *flags)
             await stack.enter_async_context(_process(*serve, log=log, environment={}))
-        await _up([f"{url}/health" for url in urls], mode.start_s)
+        patience_s = START_S * mode.patience
+        await _up([f"{url}/health" for url in urls], patience_s)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         words = command(mode, program, places, folder)
         await stack.enter_async_context(_process(*words, log=log, environment=mode.environment))
         router = f"http://127.0.0.1:{places['port']}"
         if mode.registers:
-            await _up([f"{router}/liveness"], mode.start_s)
+            await _up([f"{router}/liveness"], patience_s)
             async with httpx.AsyncClient(trust_env=False) as client:
                 await register(client, router, zip(mode.roles, urls, strict=True))
-        await _up([f"{router}/v1/models"], mode.start_s)
-        await _answers(router, mode.start_s)
+        await _up([f"{router}/v1/models"], patience_s)
+        await _answers(router, patience_s)
         yield router, urls
 
 
