@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 import os
-import socket
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ import httpx
 
 from tests.compat.modes import Mode
 from tests.serve.live import LiveServer, serving
+from windtunnel.ports import free_ports
 from windtunnel.serve import failures, grpc_front
 from windtunnel.serve.flags import parse_args
 from windtunnel.serve.http11 import LINE, ClientLine
@@ -34,9 +34,7 @@ EMBEDDINGS = "/v1/embeddings"
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return free_ports(1)[0]
 
 
 @dataclass(frozen=True)

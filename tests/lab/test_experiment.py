@@ -23,11 +23,12 @@ from windtunnel.cli import experiment as experiment_command
 from windtunnel.cli import report as report_command
 from windtunnel.cli import storm as storm_command
 from windtunnel.lab import arms
-from windtunnel.lab.arms import Running, count_patterns, fill, free_ports, running
+from windtunnel.lab.arms import Running, count_patterns, fill, running
 from windtunnel.lab.experiment import Options, Progress, run_experiment, schedule, with_options
 from windtunnel.lab.experiment_file import Arm, Environment, Experiment, parse
 from windtunnel.lab.progress import print_experiment
 from windtunnel.lab.report import DocumentError, check_document, html, schema, write_all
+from windtunnel.ports import free_ports
 
 app = typer.Typer()
 for command in (experiment_command, report_command, storm_command):

@@ -8,10 +8,9 @@ import os
 import re
 import shlex
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +20,7 @@ from windtunnel.core.units import MS, S, format_duration, parse_duration_ns
 from windtunnel.lab.connection import GRPC, ConnectionCut, MalformedResponse, Origin, fetch, parse_origin
 from windtunnel.lab.experiment_file import Arm, Environment
 from windtunnel.lab.target import plain_origin
+from windtunnel.ports import free_ports
 
 Result = TypeVar("Result")
 READY_POLL_NS = 50 * MS
@@ -121,15 +121,6 @@ def fill(template: str, *, port: int, time_scale: float, seed: int, more_ports: 
             raise ValueError(f"unknown placeholder {{{name}}}: write one of {known} or a duration such as {{20ms}}") from None
 
     return _PLACEHOLDER.sub(one, template)
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that are free at this moment, all different."""
-    with ExitStack() as held:
-        probes = [held.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
 
 
 @asynccontextmanager

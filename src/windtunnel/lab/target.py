@@ -2,8 +2,8 @@
 
 The engine kind is recognised from the names on `/metrics`; each kind is one row of a table. Gauge and counter names: vLLM
 reference §4 and §9.11; SGLang reference §6 and appendix A (the sidecar's `sglang_` is read as `sglang:`);
-llm-d-inference-sim reference §5. The rows of TGI, llama.cpp, TensorRT-LLM, Dynamo, LiteLLM and the Rust routers follow
-those projects' public documentation.
+llm-d-inference-sim reference §5. The rows of TGI, llama.cpp, TensorRT-LLM, Dynamo, LiteLLM and the Rust routers follow what
+those programs say, or their source where they could not be run; the head of each page in tests/lab/pages names it.
 Unknown servers are watched through `--watch NAME`.
 """
 
@@ -141,6 +141,7 @@ _SGLANG = Kind(
     cancel_grace_ns=4_500 * MS,
 )
 
+# A prompt in its prefill is in neither gauge: the batch is counted from its first decode on, and 0 again when it is empty.
 _TGI = Kind(
     "tgi",
     "tgi_",
@@ -164,12 +165,13 @@ _LLAMA_CPP = Kind(
     cancel_grace_ns=2_000 * MS,
 )
 
+# Triton shows the engine's last iteration, also when no other follows: what that one had scheduled may have ended with it.
+# `active` is counted after it and includes what waits; `waiting` is the difference of the two, so it may be negative.
 _TRTLLM = Kind(
     "tensorrt-llm",
     "nv_trt_llm_",
     (
-        Gauge("running", Watch.RUNNING, ("nv_trt_llm_request_metrics",), (("request_type", "scheduled"),)),
-        Gauge("waiting", Watch.WAITING, ("nv_trt_llm_request_metrics",), (("request_type", "waiting"),)),
+        Gauge("running", Watch.RUNNING, ("nv_trt_llm_request_metrics",), (("request_type", "active"),)),
         Gauge("kv_usage", Watch.KV, ("nv_trt_llm_kv_cache_block_metrics",), (("kv_cache_block_type", "fraction"),)),
     ),
     cancel_grace_ns=2_000 * MS,
@@ -183,7 +185,11 @@ _TRTLLM_SERVE = Kind(
         Gauge("waiting", Watch.WAITING, ("trtllm_num_requests_waiting",)),
         Gauge("kv_usage", Watch.KV, ("trtllm_kv_cache_utilization",)),
     ),
-    (Counter("request_success", "trtllm_request_success_total", "finished_reason"),),
+    (
+        Counter(GENERATION_TOKENS, "trtllm_generation_tokens_total"),
+        Counter("prompt_tokens", "trtllm_prompt_tokens_total"),
+        Counter("request_success", "trtllm_request_success_total", "finished_reason"),
+    ),
     cancel_grace_ns=2_000 * MS,
 )
 
@@ -201,10 +207,10 @@ _LLM_D_SIM = Kind(
 )
 
 
-def _router(name: str, prefix: str, active: str, *counters: Counter, waiting: str | None = None) -> Kind:
+def _router(name: str, prefix: str, active: Sequence[str], *counters: Counter, waiting: str | None = None) -> Kind:
     """A router's own gauges have keys of their own: its requests are not added to those of the workers behind it."""
     queue = (Gauge("router_waiting", Watch.QUEUE, (waiting,)),) if waiting else ()
-    gauges = (Gauge("router_active", Watch.OTHER, (active,)), *queue)
+    gauges = (Gauge("router_active", Watch.OTHER, tuple(active)), *queue)
     return Kind(name, prefix, gauges, counters, cancel_grace_ns=2_000 * MS, router=True)
 
 
@@ -212,30 +218,37 @@ _ROUTERS = (
     _router(
         "dynamo",
         "dynamo_frontend_",
-        "dynamo_frontend_inflight_requests",
-        Counter("router_requests", "dynamo_frontend_requests_total", "status"),
+        ("dynamo_frontend_active_requests", "dynamo_frontend_inflight_requests"),
+        Counter("router_requests", "dynamo_frontend_requests_total", "status,error_type"),
         Counter("router_tokens", "dynamo_frontend_output_tokens_total"),
         waiting="dynamo_frontend_queued_requests",
     ),
     _router(
         "litellm",
         "litellm_",
-        "litellm_in_flight_requests",
+        ("litellm_in_flight_requests",),
         Counter("router_requests", "litellm_proxy_total_requests_metric_total", "status_code"),
         Counter("router_failures", "litellm_proxy_failed_requests_metric_total"),
     ),
     _router(
         "smg",
         "smg_",
-        "smg_worker_requests_active",
+        ("smg_worker_requests_active", "smg_http_connections_active"),
         Counter("router_responses", "smg_http_responses_total", "status_code"),
         Counter("router_retries", "smg_worker_retries_total"),
     ),
     _router(
-        "sglang-router", "sgl_router_", "sgl_router_running_requests", Counter("router_requests", "sgl_router_requests_total")
+        "sglang-router",
+        "sgl_router_",
+        ("sgl_router_running_requests",),
+        Counter("router_requests", "sgl_router_requests_total"),
+        Counter("router_retries", "sgl_router_retries_total"),
     ),
     _router(
-        "vllm-router", "vllm_router_", "vllm_router_running_requests", Counter("router_requests", "vllm_router_requests_total")
+        "vllm-router",
+        "vllm_router_",
+        ("vllm_router_running_requests",),
+        Counter("router_requests", "vllm_router_requests_total"),
     ),
 )
 

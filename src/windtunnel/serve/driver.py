@@ -106,6 +106,10 @@ class EngineDriver:
         self.wake()
         return live
 
+    def hears(self, request_id: str) -> bool:
+        """Somebody still waits for outputs of this request."""
+        return request_id in self._listeners
+
     def forget(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
             self._listeners.pop(request_id, None)
