@@ -15,7 +15,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from windtunnel.lab.arms import LOG_LIMIT_NOTE, Running, Stopped, count_patterns, fill, is_cut, running
+from windtunnel.lab.arms import LOG_LIMIT_NOTE, Running, Stopped, count_patterns, fill, is_cut, ready_url, running
 from windtunnel.lab.connection import parse_origin
 from windtunnel.lab.document import environment as machine
 from windtunnel.lab.document import plan_document, storm_document, versions
@@ -25,7 +25,7 @@ from windtunnel.lab.looks import level_at
 from windtunnel.lab.plan import StormPlan, check_target_allowed
 from windtunnel.lab.redact import redact, redact_file, secrets_of
 from windtunnel.lab.storm import run_storm
-from windtunnel.lab.target import TargetError, check_hosts, find_model, make_target
+from windtunnel.lab.target import SettingError, TargetError, check_hosts, find_model, make_target
 from windtunnel.lab.verdict import decide, effect_document, holds, observed
 from windtunnel.lab.view import StormEvent, StormView
 
@@ -109,7 +109,7 @@ def _check_templates(experiment: Experiment, options: Options) -> None:
     for name in ARMS:
         arm = experiment.arm(name)
         urls = [(f"metrics_urls.{number}", url) for number, url in enumerate(arm.metrics_urls)]
-        for key, template in (("command", arm.command), ("ready_url", arm.ready_url), *urls):
+        for key, template in (("command", arm.command), ("target", arm.target), ("ready_url", arm.ready_url), *urls):
             try:
                 fill(template or "", port=0, time_scale=1.0, seed=0)
             except ValueError as error:
@@ -217,7 +217,7 @@ class _Trial:
         except Stopped:
             document = {**_empty_trial(), "interrupted": "stopped"}
         except (TargetError, Environment, ValueError) as failure:
-            message = redact(str(failure), _secrets(self.experiment))
+            message = redact(self._told(failure), _secrets(self.experiment))
             if first:
                 raise Environment(f"{self.name}, trial {self.trial + 1}: {message}") from failure
             document = {**_empty_trial(), "error": message}
@@ -228,10 +228,16 @@ class _Trial:
         redact_file(log, _secrets(self.experiment))
         return {**head, "error": None, **document, "race_reports": races, "log_matches": matches}
 
+    def _told(self, failure: Exception) -> str:
+        """A setting by its key and line in the file."""
+        if not isinstance(failure, SettingError):
+            return str(failure)
+        return f"{at_key(self.options.source or self.experiment.name, ['arms', self.name, failure.key])}: {failure.told}"
+
     async def _storm(self, log: Path, plan: StormPlan, tell: Callable[..., None]) -> dict[str, Any]:
         arm = self.experiment.arm(self.name)
         if arm.url is not None:
-            for url in (arm.url, arm.ready_url or arm.url):
+            for url in (arm.url, ready_url(arm)):
                 check_target_allowed(parse_origin(url).host, owned=self.options.owned)
         async with running(arm, log, time_scale=self.options.time_scale, seed=plan.seed, stop=self.stop) as server:
             watch = _DeathWatch(server, tell)
@@ -246,8 +252,10 @@ class _Trial:
             return document if status is None else _died(document, status)
 
     async def _blow(self, arm: Arm, server: Running, plan: StormPlan, watch: "_DeathWatch") -> dict[str, Any]:
+        check_target_allowed(parse_origin(server.url).host, owned=self.options.owned)
         model = arm.model or await find_model(server.url, arm.headers)
-        sources = [fill(one, port=0, more_ports=server.more_ports, time_scale=1.0, seed=0) for one in arm.metrics_urls]
+        filled = partial(fill, port=server.port, more_ports=server.more_ports, time_scale=1.0, seed=0)
+        sources = [filled(one) for one in arm.metrics_urls]
         target = make_target(server.url, model, headers=arm.headers, metrics_urls=sources, watch=arm.watch)
         check_hosts(target, owned=self.options.owned)
         result = await run_storm(target, plan, stop=self.stop, on_event=watch.on_event, on_view=watch.on_view, pid=server.pid)
@@ -392,7 +400,7 @@ def _unpredicted(findings: Sequence[Mapping[str, Any]]) -> str:
 
 def _arm_document(experiment: Experiment, name: ArmName, trials: list[dict[str, Any]]) -> dict[str, Any]:
     arm = experiment.arm(name)
-    return {"text": arm.text, "command": arm.command, "url": arm.url, "trials": trials}
+    return {"text": arm.text, "command": arm.command, "url": arm.url, "target": arm.target, "trials": trials}
 
 
 def _findings(trials: Mapping[ArmName, list[dict[str, Any]]]) -> list[dict[str, Any]]:

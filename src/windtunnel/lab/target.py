@@ -312,6 +312,15 @@ class TargetError(RuntimeError):
     """The target cannot be used as it is: unreachable, or it does not answer a plain request."""
 
 
+class SettingError(TargetError):
+    """A setting does not fit the target. The message begins with the flag; an arm of an experiment file calls it `key`."""
+
+    def __init__(self, flag: str, key: str, told: str) -> None:
+        super().__init__(f"{flag} {told}")
+        self.key = key
+        self.told = told
+
+
 class Series(NamedTuple):
     name: str
     labels: Mapping[str, str]
@@ -392,17 +401,17 @@ def check_hosts(target: Target, *, owned: bool) -> None:
         check_target_allowed(origin.host, owned=owned)
 
 
-def parse_metrics_url(url: str) -> MetricsUrl:
-    """Unlike a base URL it may have a query. Raises ValueError, which names the flag and shows no query."""
+def parse_metrics_url(url: str, named: str = f"{METRICS_FLAG} ") -> MetricsUrl:
+    """Unlike a base URL it may have a query. Raises ValueError, which begins with `named` and shows no query."""
     base, _, query = url.partition("?")
     if "," in base:
-        raise ValueError(f"{METRICS_FLAG} {hide_passwords(base)!r}: one URL each; repeat it for several")
+        raise ValueError(f"{named}{hide_passwords(base)!r}: one URL each; write several one by one")
     if not _QUERY.fullmatch(query):
-        raise ValueError(f"{METRICS_FLAG} {hide_passwords(base)!r}: write its query percent-encoded, without a fragment")
+        raise ValueError(f"{named}{hide_passwords(base)!r}: write its query percent-encoded, without a fragment")
     try:
         origin = parse_origin(base)
     except ValueError as error:
-        raise ValueError(f"{METRICS_FLAG} {hide_passwords(str(error))}") from None
+        raise ValueError(f"{named}{hide_passwords(str(error))}") from None
     root = Origin(origin.scheme, origin.host, origin.port)
     return MetricsUrl(root, origin.prefix or "/metrics", query)
 
