@@ -63,8 +63,8 @@ def server_command(*options: str) -> str:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Wait for a state; AssertionError when it has not come after thirty seconds."""
-    deadline = time.monotonic() + 30
+    """Wait for a state; AssertionError when it has not come after a minute."""
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         if condition():
             return

@@ -54,12 +54,14 @@ class Scene:
 
 
 POOL = {"pacing__time_scale": SCALE, "scheduler__num_gpu_blocks": 130, "scheduler__max_model_len": 2048}
+SLOWER = POOL | {"pacing__time_scale": 10.0}
+"""A lease takes three seconds: in one of them a busy machine may do nothing."""
 LONG = Shape(max_tokens=8, stream=False, prompt_words=600)
 SCENES = {
     "plain": Scene(QUIET, POOL),
     "slow read": Scene(
-        replace(QUIET, bystanders=1, bystander_kinds=(BystanderKind("long", shape=LONG),)),
-        POOL,
+        replace(QUIET, bystanders=1, bystander_kinds=(BystanderKind("long", shape=LONG),), time_scale=10.0),
+        SLOWER,
         {"kv_transfer__bandwidth_gb_s": 0.0023},
     ),
     "leaving during a read": Scene(
@@ -75,21 +77,24 @@ SCENES = {
             later=1,
             quiet_deadline_ns=1 * S,
             bystander_kinds=(BystanderKind("completion", shape=replace(LONG, prompt_words=300)),),
+            time_scale=10.0,
         ),
-        POOL | {"scheduler__enable_prefix_caching": False},
-        {"kv_transfer__transfer_latency_ns": 9 * S},
+        SLOWER | {"scheduler__enable_prefix_caching": False},
+        {"kv_transfer__transfer_latency_ns": 10 * S},
     ),
     "leaving between the legs": Scene(
         replace(
             QUIET,
             victims=4,
             how=(How.FIN, How.RST),
-            when=Trigger(Moment.AFTER, 0, 150 * MS),
+            when=Trigger(Moment.BETWEEN, 0),
             victim=Shape(max_tokens=32, prompt_words=200),
             bystanders=0,
+            quiet_deadline_ns=4_500 * MS,
+            time_scale=10.0,
         ),
-        POOL,
-        balancer={"between_legs_s": 0.4},
+        SLOWER,
+        balancer={"between_legs_s": 0.8},
         old_reader=True,
         clean=("lease_expired",),
     ),
@@ -111,7 +116,7 @@ SHOWN_BY = {
 async def old_reader(pd: Pair) -> AsyncIterator[None]:
     """Its lease is the oldest, and the only one that is renewed."""
     slow = {"kv_transfer__told": NIXL, "kv_transfer__side_channel_port": 0, "kv_transfer__transfer_latency_ns": 3600 * S}
-    async with live(**slow, **POOL) as reader:
+    async with live(**slow, **SLOWER) as reader:
         client = await Pair(pd.p, reader, pd.url, pd.client).decoding(await pd.prefilled())
         await until(lambda: engine_of(reader).outstanding()["loads"])
         yield
@@ -130,6 +135,12 @@ async def names_after(scene: Scene, *faults: str) -> list[str]:
     return [finding.name for finding in primary(find(result))]
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Victims wait for their state, not for a time."""
+    monkeypatch.setattr("windtunnel.lab.states.PATIENCE_NS", 60 * S)
+
+
 @pytest.mark.parametrize("fault", SHOWN_BY)
 async def test_a_planted_defect_is_named(fault: str) -> None:
     """On a busy machine a read that its client has left may outlast the lease, which is then found, too."""
@@ -145,27 +156,32 @@ async def test_nothing_is_named_without_one(scene: str) -> None:
 
 # SGLang
 
+BATCH = 1 * S
+"""A prefill batch holds one prompt: of the victims that leave during one, the one of the batch before is in the race."""
 IN_THE_RACE = replace(
     QUIET,
-    victims=8,
+    victims=5,
     how=(How.FIN, How.RST),
-    when=Trigger(Moment.AFTER, 0, 400 * MS),
+    when=Trigger(Moment.AFTER, 0, 5 * BATCH // 2),
     victim=Shape(prompt_words=200, max_tokens=200),
     bystanders=0,
     later=2,
+    later_concurrency=1,
     quiet_before_later=False,
-    quiet_deadline_ns=600 * MS,
+    quiet_deadline_ns=3 * BATCH,
+    request_timeout_ns=30 * S,
     time_scale=1.0,
 )
-RACE = ("transfer-race:149999us", "peer-lost-on-abort")
+RACE = ("transfer-race:999999us", "peer-lost-on-abort")
 
 
 @asynccontextmanager
 async def sglang_pair(release: str, *faults: str) -> AsyncIterator[Target]:
     both: dict[str, Any] = {"engine": "sglang", "sglang__profile": release, "pacing__time_scale": SCALE}
     prefill = both | {"disagg__mode": "prefill", "disagg__bootstrap_port": 0, "disagg__dead_peer_ns": 3600 * S * 1000}
-    prefill |= {"disagg__queue_size": 128, "disagg__transfer_latency_ns": 0, "sglang__chunked_prefill_size": 256}
-    prefill |= {"pacing__model": "step", "pacing__step_base_ns": round(150 * MS * SCALE)}
+    prefill |= {"disagg__queue_size": 128, "disagg__transfer_latency_ns": 0}
+    prefill |= {"sglang__chunked_prefill_size": -1, "sglang__max_prefill_tokens": 256}
+    prefill |= {"pacing__model": "step", "pacing__step_base_ns": round(BATCH * SCALE)}
     prefill |= {"pacing__step_prefill_token_ns": 0, "pacing__step_decode_seq_ns": 0}
     async with (
         live(**prefill, faults=faults) as p,

@@ -156,3 +156,11 @@ def test_metrics_of_a_real_vllm() -> None:
     assert gauges.keys() == {"running", "waiting", "kv_usage"}
     assert counters["generation_tokens"] > 0
     assert counters["request_success{abort}"] == 0
+
+
+def test_a_line_that_has_not_changed_is_not_read_again() -> None:
+    one, two = parse_metrics('a{x="1"} 4\nb 1\n'), parse_metrics('b 2\na{x="1"} 4\n')
+    assert two[1] is one[0]
+    assert [(series.name, series.value) for series in two] == [("b", 2.0), ("a", 4.0)]
+    with pytest.raises(TypeError):
+        two[1].labels["x"] = "2"  # type: ignore[index]  # they are shared

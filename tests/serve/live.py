@@ -15,7 +15,7 @@ from windtunnel.serve.server import SimulatorProcess, uvicorn_config
 from windtunnel.serve.state import Server
 from windtunnel.wire.family import WireError
 
-PATIENCE_S = 20
+PATIENCE_S = 60
 """No test waits longer for a state than this; reaching it is a failure, never a pass."""
 FOREVER_NS = 3600 * 10**9
 

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from tests.conformance.cases import golden_folder
-from tests.serve.live import FOREVER_NS, LiveServer, RawClient, live, request_bytes
+from tests.serve.live import FOREVER_NS, PATIENCE_S, LiveServer, RawClient, live, request_bytes
 
 GOLDEN = golden_folder()
 POOLING = {"runner": "pooling"}
@@ -18,7 +18,7 @@ CLASSIFY = {"runner": "pooling", "convert": "classify", "num_labels": 3}
 
 
 def client_of(server: LiveServer) -> httpx.AsyncClient:
-    return httpx.AsyncClient(base_url=server.url, timeout=20)
+    return httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S)
 
 
 async def post(client: httpx.AsyncClient, path: str, **body: Any) -> Any:

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from windtunnel.lab.target import Target
 
 HOW_HELP = "fin, rst, half-close, stop-reading, timeout-retry, abort-id, kill, or a comma list that victims take in turns"
-WHEN_HELP = "incomplete, sent, queued, prefill, transfer, between-legs, head, tokens:N, end:N, after:50ms, or a comma list"
+WHEN_HELP = (
+    "incomplete, sent, queued, prefill, decode, transfer, between-legs, head, tokens:N, end:N, after:50ms, or a comma list"
+)
 
 SET_HELP = "KEY=VALUE of the table `storm` of an experiment file, such as ramp=2s or victim.n=2; may be repeated"
 

@@ -13,7 +13,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import lru_cache
 from math import isfinite
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from windtunnel.core.units import MS
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from windtunnel.lab.grpc_client import Worker
 
 SERIES_LIMIT = 50_000
+LINES_KEPT = 16_384
 MODELS_PATIENCE_S = 30
 METRICS_FLAG = "--metrics-url"
 """Errors name it; in an experiment file it is the arm's `metrics_urls`."""
@@ -309,6 +312,15 @@ class TargetError(RuntimeError):
     """The target cannot be used as it is: unreachable, or it does not answer a plain request."""
 
 
+class SettingError(TargetError):
+    """A setting does not fit the target. The message begins with the flag; an arm of an experiment file calls it `key`."""
+
+    def __init__(self, flag: str, key: str, told: str) -> None:
+        super().__init__(f"{flag} {told}")
+        self.key = key
+        self.told = told
+
+
 class Series(NamedTuple):
     name: str
     labels: Mapping[str, str]
@@ -325,17 +337,20 @@ def _canonical(name: str) -> str:
 
 def parse_metrics(text: str) -> list[Series]:
     """The series of a Prometheus text exposition; lines that are none are skipped."""
-    out: list[Series] = []
-    for line in text.splitlines()[:SERIES_LIMIT]:
-        found = None if line.startswith("#") else _LINE.match(line)
-        if found is None:
-            continue
-        try:
-            value = float(found[3])
-        except ValueError:
-            continue
-        out.append(Series(_canonical(found[1]), dict(_LABEL.findall(found[2] or "")), value))
-    return out
+    return [one for line in text.splitlines()[:SERIES_LIMIT] if (one := _series(line)) is not None]
+
+
+@lru_cache(LINES_KEPT)
+def _series(line: str) -> Series | None:
+    """Kept, because most lines of a page are those of the sample before."""
+    found = None if line.startswith("#") else _LINE.match(line)
+    if found is None:
+        return None
+    try:
+        value = float(found[3])
+    except ValueError:
+        return None
+    return Series(_canonical(found[1]), MappingProxyType(dict(_LABEL.findall(found[2] or ""))), value)
 
 
 def recognise(series: Sequence[Series]) -> Kind:
@@ -386,17 +401,17 @@ def check_hosts(target: Target, *, owned: bool) -> None:
         check_target_allowed(origin.host, owned=owned)
 
 
-def parse_metrics_url(url: str) -> MetricsUrl:
-    """Unlike a base URL it may have a query. Raises ValueError, which names the flag and shows no query."""
+def parse_metrics_url(url: str, named: str = f"{METRICS_FLAG} ") -> MetricsUrl:
+    """Unlike a base URL it may have a query. Raises ValueError, which begins with `named` and shows no query."""
     base, _, query = url.partition("?")
     if "," in base:
-        raise ValueError(f"{METRICS_FLAG} {hide_passwords(base)!r}: one URL each; repeat it for several")
+        raise ValueError(f"{named}{hide_passwords(base)!r}: one URL each; write several one by one")
     if not _QUERY.fullmatch(query):
-        raise ValueError(f"{METRICS_FLAG} {hide_passwords(base)!r}: write its query percent-encoded, without a fragment")
+        raise ValueError(f"{named}{hide_passwords(base)!r}: write its query percent-encoded, without a fragment")
     try:
         origin = parse_origin(base)
     except ValueError as error:
-        raise ValueError(f"{METRICS_FLAG} {hide_passwords(str(error))}") from None
+        raise ValueError(f"{named}{hide_passwords(str(error))}") from None
     root = Origin(origin.scheme, origin.host, origin.port)
     return MetricsUrl(root, origin.prefix or "/metrics", query)
 
