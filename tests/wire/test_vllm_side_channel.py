@@ -31,8 +31,13 @@ def test_a_request_is_what_vllm_sends() -> None:
 
 @pytest.mark.parametrize(
     "request_",
-    [b"", b"\xff", msgspec.msgpack.encode([b"other", 0, 1]), msgspec.msgpack.encode([b"get_meta_msg", 1])]
-    + [msgspec.msgpack.encode([b"get_meta_msg", 0, -1]), msgspec.msgpack.encode([b"get_meta_msg", -1, 0])],
+    [
+        b"",
+        b"\xff",
+        *map(
+            msgspec.msgpack.encode, ([b"other", 0, 1], [b"get_meta_msg", 1], [b"get_meta_msg", 0, -1], [b"get_meta_msg", -1, 0])
+        ),
+    ],
 )
 def test_other_requests_are_refused(request_: bytes) -> None:
     with pytest.raises(SideChannelError):

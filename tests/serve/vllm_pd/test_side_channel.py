@@ -39,7 +39,7 @@ def _transport(server: LiveServer) -> NixlTransport:
 
 
 async def test_the_handshake_is_vllms(context: zmq.asyncio.Context) -> None:
-    """What `nixl/base_worker.py` sends and reads: a REQ socket, `[get_meta_msg, pipeline rank, rank]`, a map of two and a time."""
+    """What `nixl/base_worker.py` sends and reads: a REQ socket, `[get_meta_msg, stage, rank]`, a map of two and a time."""
     async with live(kv_transfer__told=NIXL, kv_transfer__side_channel_port=0, kv_transfer__engine_id="mine") as server:
         socket = context.socket(zmq.REQ)
         socket.connect(f"tcp://127.0.0.1:{_connection(server).channel.port}")

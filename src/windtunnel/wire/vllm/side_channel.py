@@ -2,7 +2,7 @@
 
 The *side channel* is vLLM's: a REQ socket asks `[get_meta_msg, pipeline rank, tensor-parallel rank]` in msgpack, and the ROUTER
 answers two frames: a map of the compatibility hash and, encoded once more, the agent's metadata; and its clock in seconds, from
-which vLLM makes the offset of the two clocks (vLLM 0.33, `nixl/base_worker.py` and `nixl/metadata.py`; reference §7.2). The hash
+which vLLM makes the offset of the two clocks (vLLM 0.33, `nixl/base_worker.py`, `nixl/metadata.py`; reference §7.2). The hash
 is read first, so that an engine of another release fails with that and not with a layout that cannot be read.
 
 The *data plane* is NIXL's in vLLM (UCX, RDMA). Here it is a socket whose address stands in `agent_metadata`; its messages are
