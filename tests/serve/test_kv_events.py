@@ -15,6 +15,7 @@ from tests.serve.live import PATIENCE_S, LiveServer, RawClient, live, request_by
 from tests.serve.test_operations import call
 
 from windtunnel.core.kv.hashing import wire_hash
+from windtunnel.serve import kv_events
 from windtunnel.serve.config import UsageError
 from windtunnel.serve.engines import host_blocks
 from windtunnel.serve.flags import parse_args
@@ -243,7 +244,8 @@ async def test_cached_tokens_at_the_client_in_the_events_and_in_the_metrics_agre
         assert sum(len(event["token_ids"]) for event in stored) == usage["prompt_tokens"] // 4 * 4
 
 
-async def test_batches_may_wait_for_so_many_events() -> None:
+async def test_batches_may_wait_for_so_many_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("windtunnel.serve.kv_events._BATCH_WAITS_S", 3600.0)
     async with publishing(kv_events__batch_events=25) as (server, _sub):
         publisher = server.server.publishers[0]
         for number in range(20):
@@ -252,12 +254,19 @@ async def test_batches_may_wait_for_so_many_events() -> None:
         assert batches and all(len(batch) >= 25 for batch in batches)
 
 
-async def test_a_batch_waits_for_a_second_at_most() -> None:
+async def test_a_batch_waits_for_a_second_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second is turned by hand."""
+    assert kv_events._BATCH_WAITS_S == 1.0
+    monkeypatch.setattr(kv_events, "_BATCH_WAITS_S", 3600.0)
     async with publishing(kv_events__batch_events=1000) as (server, _sub):
         publisher = server.server.publishers[0]
         await complete(server, words("a "), 1)
         await complete(server, words("b "), 1)
         assert publisher.sequence == 0, "two events are no batch"
+        assert publisher._flush is not None
+        monkeypatch.setattr(kv_events, "_BATCH_WAITS_S", 0.0)
+        publisher._stop_waiting()
+        await complete(server, words("c "), 1)
         await server.until(lambda: publisher.sequence == 1)
         ((_sequence, payload),) = publisher.buffer.since(0)
         index = BlockIndex()

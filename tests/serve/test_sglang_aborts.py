@@ -117,7 +117,7 @@ async def test_the_waiting_timeout_is_a_503() -> None:
     async with talking(**PHASES["queued"], pacing__time_scale=100.0) as (server, client):
         started(client.post("/generate", json=BODIES["/generate"]))
         await server.until(lambda: server.states() == ["prefill"])
-        server.server.reconfigure({"sglang.req_waiting_timeout_ns": 10**9})
+        server.server.reconfigure({"req_waiting_timeout": 1})
         response = await client.post("/v1/completions", json=BODIES["/v1/completions"])
         assert (response.status_code, response.json()["message"]) == (503, "Request waiting timeout reached.")
 

@@ -291,9 +291,8 @@ class _Storm:
             with self._phase("bystanders"):
                 await self._bystander_round(round_)
         if plan.calm and not self.sampler.blind:
-            await (
-                self.sampler.sample()
-            )  # survivors may have ended first: what leaving costs the server must not fall on the calm
+            # Survivors may have ended first: what leaving costs the server must not fall on the calm.
+            await self.sampler.sample()
 
     def _victims(self, round_: int) -> list[tuple[Ask, Leave]]:
         """The victims of a round; ways and moments take turns, so that every pair of them comes up."""
