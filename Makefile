@@ -12,7 +12,7 @@ BENCHMARKS_READY := $(BENCHMARKS)/.ready
 TORCH ?= torch==2.13.0
 UV_VENV := build/uv
 
-.PHONY: all demo test check format bench swarm conformance routers clients compat compat-routers compat-clients lock clean
+.PHONY: all demo test check format bench swarm conformance routers clients compat compat-routers compat-clients compat-scrapers lock clean
 all: $(READY)
 
 # The interpreter is tried, not only found: a version manager's shim may exist without a Python behind it.
@@ -85,11 +85,13 @@ $(BENCHMARKS_READY): requirements-benchmarks.lock
 	@touch $@
 
 # What they do with our workers, against docs/compat. `make compat WRITE=--write` writes those pages.
-compat: compat-routers compat-clients
+compat: compat-routers compat-clients compat-scrapers
 compat-routers: $(READY) $(ROUTERS_READY)
 	$(BIN)/python -m tests.compat $(WRITE) --peer sglang-router --peer smg --peer vllm-router
 compat-clients: $(READY) $(LITELLM_READY) $(BENCHMARKS_READY)
 	$(BIN)/python -m tests.compat $(WRITE) --peer litellm --peer guidellm --peer aiperf
+compat-scrapers: $(READY)
+	$(BIN)/python -m tests.compat $(WRITE) --if-installed --peer prometheus
 
 # One lock for every Python from 3.11 on; run it after a change of dependencies in pyproject.toml or a requirements-*.in.
 COMPILE := $(UV_VENV)/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url \

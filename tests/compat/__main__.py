@@ -1,6 +1,7 @@
 """`make compat`: put each real peer before simulated workers, try a table of cases, and compare with docs/compat.
 
-Exit codes: 0 every page is as the run, 1 one differs, 2 a peer is not installed. `--write` makes the pages as the run.
+Exit codes: 0 every page is as the run, 1 one differs, 2 a peer is not installed (0 with `--if-installed`).
+`--write` makes the pages as the run.
 """
 
 import argparse
@@ -21,16 +22,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--peer", action="append", choices=[peer.name for peer in PEERS], help="only this one (may be repeated)"
     )
     parser.add_argument("--write", action="store_true", help="write the pages instead of comparing")
+    parser.add_argument("--if-installed", action="store_true", help="leave out, with a line, what is not installed")
     options = parser.parse_args(arguments)
     wanted = [peer for peer in PEERS if not options.peer or peer.name in options.peer]
-    return max(_one(peer, write=options.write) for peer in wanted)
+    return max(_one(peer, write=options.write, absent=0 if options.if_installed else 2) for peer in wanted)
 
 
-def _one(peer: Peer, *, write: bool) -> int:
+def _one(peer: Peer, *, write: bool, absent: int) -> int:
     program = peers.find(peer.program)
     if program is None:
-        print(f"{peer.name}: not installed: {peers.HINT}", file=sys.stderr)
-        return 2
+        print(f"{peer.name}: not installed: {peers.hint(peer.program)}", file=sys.stderr)
+        return absent
     found = asyncio.run(run_peer(peer, program, lambda line: print(line, file=sys.stderr, flush=True)))
     text = page.generated(peer, found)
     lines = page.differences(peer, text)

@@ -1,9 +1,11 @@
 """Every peer with a page. A further one is a module with a `PEER` and a line here."""
 
-from tests.compat import aiperf, guidellm, litellm_proxy, sglang_router, smg, vllm_router
+from tests.compat import aiperf, guidellm, litellm_proxy, prometheus, sglang_router, smg, vllm_router
 from tests.compat.modes import Peer
 
 ROUTERS: tuple[Peer, ...] = (sglang_router.PEER, smg.PEER, vllm_router.PEER)
 CLIENTS: tuple[Peer, ...] = (litellm_proxy.PEER, guidellm.PEER, aiperf.PEER)
 """Large, slow to start, and tried by `make compat` only."""
-PEERS = ROUTERS + CLIENTS
+SCRAPERS: tuple[Peer, ...] = (prometheus.PEER,)
+"""Found on PATH."""
+PEERS = ROUTERS + CLIENTS + SCRAPERS

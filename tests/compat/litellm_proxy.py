@@ -5,6 +5,7 @@ from typing import Any
 from tests.compat.modes import Mode, Peer, Setup
 from tests.compat.shapes import CHAT, OF, frames
 from tests.compat.site import HELLO, Site
+from tests.compat.steering import by_vectors
 from windtunnel.faults.proxy import Proxy
 
 _WORDS = "--config {config} --host 127.0.0.1 --port {port} --telemetry False"
@@ -27,12 +28,15 @@ DRAWS = 60
 CUT_AFTER = 3
 _PACE = ("--itl", "400ms")
 """20 ms of real time, which this proxy can follow."""
+_PATIENCE = 4
+"""Its start takes 11 s of CPU time, which was 64 s of real time on two cores under a load average of 15; its first answer of an
+API took more than 30 s there."""
 
 
 def _mode(name: str, engine: str, settings: str = _OFTEN) -> Mode:
     workers = "".join(_WORKER.format(number=number) for number in (0, 1))
     config = _CONFIG.format(workers=workers, settings=settings)
-    return Mode(name, engine, _WORDS, flags=_PACE, random=True, config=config, environment=_ENVIRONMENT)
+    return Mode(name, engine, _WORDS, flags=_PACE, random=True, config=config, environment=_ENVIRONMENT, patience=_PATIENCE)
 
 
 async def _drawn_again(site: Site) -> str:
@@ -105,6 +109,7 @@ PEER = Peer(
             _mode("cool", "vllm", "num_retries: 2, cooldown_time: 60"),
             _shut_out,
         ),
+        by_vectors(_mode("vectors", "vllm")),
         Setup("a worker's stream ends cleanly without a finish reason: the client gets", _mode("end", "vllm"), _falls_silent),
     ),
 )

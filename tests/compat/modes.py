@@ -32,6 +32,10 @@ class Mode:
     config: str = ""
     """The text of a file, with the same places as `words`, where it is `{config}`."""
     environment: Mapping[str, str] = field(default_factory=dict)
+    patience: int = 1
+    """A factor of every bound on a wait, but of the one within which a lost client's request is freed."""
+    pooling: bool = False
+    """Its workers give vectors, not text."""
     not_run: str = ""
     """Why it is not tried; such a column is told as it is."""
 
@@ -118,7 +122,8 @@ class Trial(Protocol):
 
 @dataclass(frozen=True)
 class Peer:
-    """One page. `program` is looked for by `tests.compat.peers`; `package` says whose version is printed."""
+    """One page. `program` is looked for by `tests.compat.peers`; `package` says whose version is printed;
+    where it is empty, the program tells its own."""
 
     name: str
     package: str

@@ -10,9 +10,9 @@ from tests.compat.run import SETUPS, Cells, Found, columns, rows
 
 BEGIN = "<!-- what follows is written by `make compat` -->"
 END = "<!-- end of what is written by `make compat` -->"
-_PLACE = re.compile(r"\{(url|bootstrap|events)(\d)\}")
-_ADDRESSES = {"url": "http://127.0.0.1:{}", "bootstrap": "{}", "events": "tcp://127.0.0.1:{}"}
-_FIRST_PORTS = {"url": 8201, "bootstrap": 8998, "events": 5557}
+_PLACE = re.compile(r"\{(url|at|bootstrap|events)(\d)\}")
+_ADDRESSES = {"url": "http://127.0.0.1:{}", "at": "127.0.0.1:{}", "bootstrap": "{}", "events": "tcp://127.0.0.1:{}"}
+_FIRST_PORTS = {"url": 8201, "at": 8201, "bootstrap": 8998, "events": 5557}
 
 
 def path(peer: Peer) -> Path:

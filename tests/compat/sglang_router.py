@@ -1,7 +1,7 @@
 """sglang-router (clients reference §3)."""
 
 from tests.compat.modes import Mode, Peer, Setup
-from tests.compat.steering import answered, ranks
+from tests.compat.steering import answered, by_load, by_rank, by_vectors
 
 _HEAD = "launch --host 127.0.0.1 --port {port} --prometheus-host 127.0.0.1 --prometheus-port {metrics_port}"
 _CALM = f"{_HEAD} --disable-circuit-breaker"
@@ -19,23 +19,9 @@ PEER = Peer(
         Mode("SGLang P/D", "sglang", _PAIR, _LEGS),
     ),
     (
-        Setup(
-            "`--dp-aware`, a worker with two ranks",
-            Mode(
-                "ranks",
-                "sglang",
-                f"{_HEAD} --dp-aware --policy round_robin --worker-urls {{url0}}",
-                ("worker",),
-                flags=("--dp-size", "2"),
-            ),
-            ranks,
-        ),
-        Setup(
-            "`--policy power_of_two`",
-            Mode("load", "sglang", f"{_HEAD} --policy power_of_two --worker-urls {{url0}} {{url1}}", balanced=False),
-            answered,
-            thorough=True,
-        ),
+        by_rank(_HEAD, "sglang", "--dp-aware"),
+        by_vectors(Mode("vLLM", "vllm", _BOTH)),
+        by_load(_HEAD, "sglang"),
         Setup(
             "`--mini-lb` with P/D",
             Mode("mini-lb", "sglang", _PAIR.replace("launch", "launch --mini-lb"), _LEGS),

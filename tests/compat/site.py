@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 import os
-import socket
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ import httpx
 
 from tests.compat.modes import Mode
 from tests.serve.live import LiveServer, serving
+from windtunnel.ports import free_ports
 from windtunnel.serve import failures, grpc_front
 from windtunnel.serve.flags import parse_args
 from windtunnel.serve.http11 import LINE, ClientLine
@@ -24,16 +24,17 @@ from windtunnel.serve.up.routers import registration
 START_S = 120
 ANSWER_S = 30
 FREE_S = 1.5
-"""A worker that still works for a client that left so long ago is not freed by its leaving."""
+"""A worker that still works for a client that left so long ago is not freed by its leaving, if there were turns to do it in."""
+TURNS = 100
+"""So often the router has answered something else meanwhile: whoever is short of the processor is not thought to be deaf."""
 POLL_S = 0.005
 MODEL = "wt-model"
 HELLO = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+EMBEDDINGS = "/v1/embeddings"
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return free_ports(1)[0]
 
 
 @dataclass(frozen=True)
@@ -158,15 +159,32 @@ class Site:
         """The worker's answer, and the router's."""
         return await asyncio.gather(self.direct(path, body), self.post(path, body))  # type: ignore[return-value]
 
+    async def hello(self) -> httpx.Response:
+        """The smallest request that its workers answer."""
+        path, body = (EMBEDDINGS, {"model": MODEL, "input": "hi"}) if self.mode.pooling else ("/v1/chat/completions", HELLO)
+        return await self.post(path, body)
+
     def busy(self) -> list[str]:
         """Roles of workers that are not empty."""
         return [worker.role for worker in self.workers if not worker.empty()]
 
-    async def until(self, condition: Callable[[], Any], patience_s: float = ANSWER_S) -> bool:
+    async def until(self, condition: Callable[[], Any], patience_s: float | None = None) -> bool:
+        patience_s = ANSWER_S * self.mode.patience if patience_s is None else patience_s
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(patience_s):
                 while not condition():
                     await asyncio.sleep(POLL_S)
+        return bool(condition())
+
+    async def in_time(self, condition: Callable[[], Any]) -> bool:
+        """Whether the condition has come to hold within `FREE_S` and `TURNS`."""
+        loop = asyncio.get_running_loop()
+        end_s, turns = loop.time() + FREE_S, 0
+        while not condition() and (loop.time() < end_s or turns < TURNS):
+            with contextlib.suppress(httpx.TransportError):
+                await self.client.get(f"{self.url}/v1/models")
+            turns += 1
+            await asyncio.sleep(POLL_S)
         return bool(condition())
 
     async def settle(self) -> None:
@@ -176,7 +194,7 @@ class Site:
             worker.live.server.jobs.abort_all()
         assert await self.until(lambda: not self.busy()), f"not empty: {self.busy()}"
         while self.mode.random and not all(worker.asked for worker in self.workers):
-            await self.post("/v1/chat/completions", HELLO)
+            await self.hello()
         for worker in self.workers:
             worker.forget()
             worker.live.server.engine.check_integrity()
@@ -188,14 +206,14 @@ async def site(mode: Mode, program: str) -> AsyncIterator[Site]:
     async with contextlib.AsyncExitStack() as stack:
         workers = [await stack.enter_async_context(worker(mode, role, mode.serve_flags)) for role in mode.roles]
         reference = await stack.enter_async_context(serving(parse_args(mode.serve_flags("worker", free_port(), 0)).config))
-        client = await stack.enter_async_context(httpx.AsyncClient(trust_env=False, timeout=ANSWER_S))
+        client = await stack.enter_async_context(httpx.AsyncClient(trust_env=False, timeout=ANSWER_S * mode.patience))
         port, metrics_port = free_port(), free_port()
         places = _places(workers) | {"port": port, "metrics_port": metrics_port}
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         await stack.enter_async_context(running(mode, program, places, folder))
         urls = [f"http://127.0.0.1:{one}" for one in (port, metrics_port)]
         made = Site(mode, urls[0], f"{urls[1]}/metrics", workers, reference, client)
-        async with asyncio.timeout(START_S):
+        async with asyncio.timeout(START_S * mode.patience):
             await _ready(made)
         yield made
 
@@ -259,7 +277,7 @@ async def _ready(made: Site) -> None:
                     made.client, made.url, zip(made.mode.roles, (worker.url for worker in made.workers), strict=True)
                 )
                 joined = True
-            answer = await made.post("/v1/chat/completions", HELLO)
+            answer = await made.hello()
             seen = all(worker.asked if made.mode.balanced else worker.visits or made.mode.grpc for worker in made.workers)
             if joined and seen and answer.status_code == 200:
                 return await made.settle()

@@ -1,7 +1,7 @@
 """smg (clients reference §4.1, §4.2)."""
 
 from tests.compat.modes import KV_EVENTS, Mode, Peer, Setup
-from tests.compat.steering import answered, goes_back_to_its_cache, ranks
+from tests.compat.steering import by_load, by_rank, by_vectors, goes_back_to_its_cache
 
 _HEAD = "launch --host 127.0.0.1 --port {port} --prometheus-host 127.0.0.1 --prometheus-port {metrics_port}"
 _CALM = f"{_HEAD} --disable-circuit-breaker"
@@ -43,22 +43,8 @@ PEER = Peer(
             ),
             goes_back_to_its_cache,
         ),
-        Setup(
-            "`--dp-aware`, a worker with two ranks",
-            Mode(
-                "ranks",
-                "sglang",
-                f"{_HEAD} --dp-aware --policy round_robin --worker-urls {{url0}}",
-                ("worker",),
-                flags=("--dp-size", "2"),
-            ),
-            ranks,
-        ),
-        Setup(
-            "`--policy power_of_two`",
-            Mode("load", "vllm", f"{_HEAD} --policy power_of_two --worker-urls {{url0}} {{url1}}", balanced=False),
-            answered,
-            thorough=True,
-        ),
+        by_rank(_HEAD, "sglang", "--dp-aware"),
+        by_vectors(Mode("vLLM", "vllm", _BOTH)),
+        by_load(_HEAD, "vllm"),
     ),
 )

@@ -1,15 +1,59 @@
-"""Probes of setups of their own: balance by ranks, by cache, by load."""
+"""Setups of their own and their probes: balance by ranks, by cache, by load; workers that give vectors."""
 
 import asyncio
 import re
+from dataclasses import replace
 from typing import Any
 
+import httpx
+
 from tests.compat.cases import WORKS
+from tests.compat.modes import Mode, Setup
 from tests.compat.shapes import CHAT, OF
-from tests.compat.site import Site, Worker
+from tests.compat.site import EMBEDDINGS, MODEL, Site, Worker
 
 ASKED = 6
 TRIES = 40
+_FORMS: dict[str, dict[str, Any]] = {
+    "a text": {"input": "storm"},
+    "two texts": {"input": ["storm", "calm"]},
+    "base64": {"input": "storm", "encoding_format": "base64"},
+}
+_TWO_RANKS = {"vllm": ("--data-parallel-size", "2"), "sglang": ("--dp-size", "2")}
+
+
+def by_load(head: str, engine: str) -> Setup:
+    """`head`: the router's command line before its policy and workers."""
+    words = f"{head} --policy power_of_two --worker-urls {{url0}} {{url1}}"
+    return Setup("`--policy power_of_two`", Mode("load", engine, words, balanced=False), answered, thorough=True)
+
+
+def by_rank(head: str, engine: str, aware: str) -> Setup:
+    """`aware`: what tells the router that its worker has two ranks."""
+    words = f"{head} {aware} --policy round_robin --worker-urls {{url0}}"
+    mode = Mode("ranks", engine, words, ("worker",), flags=_TWO_RANKS[engine])
+    return Setup(f"`{aware}`, a worker with two ranks", mode, ranks)
+
+
+def by_vectors(mode: Mode) -> Setup:
+    """`mode`: the router before vLLM workers."""
+    pooling = replace(mode, name="embeddings", flags=(*mode.flags, "--runner", "pooling"), pooling=True)
+    return Setup(f"`{EMBEDDINGS}`, vLLM workers with `--runner pooling`", pooling, same_vectors)
+
+
+async def same_vectors(site: Site) -> str:
+    told = []
+    for name, more in _FORMS.items():
+        expected, answer = await site.both(EMBEDDINGS, {"model": MODEL} | more)
+        if answer.status_code != 200:
+            told.append(f"{name}: no: {answer.status_code}")
+        elif _vectors(answer) != _vectors(expected):
+            told.append(f"{name}: other vectors")
+    return ", ".join(told) or WORKS
+
+
+def _vectors(answer: httpx.Response) -> list[Any]:
+    return [one["embedding"] for one in answer.json()["data"]]
 
 
 async def answered(site: Site) -> str:

@@ -1,7 +1,7 @@
 """vllm-router (clients reference §4.3)."""
 
 from tests.compat.modes import BLOCK_SIZE, KV_EVENTS, Mode, Peer, Setup
-from tests.compat.steering import answered, follows_the_cache, ranks
+from tests.compat.steering import by_load, by_rank, by_vectors, follows_the_cache
 
 _HEAD = "--host 127.0.0.1 --port {port} --prometheus-host 127.0.0.1 --prometheus-port {metrics_port}"
 _CALM = f"{_HEAD} --disable-circuit-breaker"
@@ -31,22 +31,8 @@ PEER = Peer(
         Setup(
             "`--policy kv_aware`: 6 of 6 to the worker that holds the prompt, then to the other", KV_AWARE, follows_the_cache
         ),
-        Setup(
-            "`--intra-node-data-parallel-size 2`, a worker with two ranks",
-            Mode(
-                "ranks",
-                "vllm",
-                f"{_HEAD} --intra-node-data-parallel-size 2 --api-key wt-key --policy round_robin --worker-urls {{url0}}",
-                ("worker",),
-                flags=("--data-parallel-size", "2"),
-            ),
-            ranks,
-        ),
-        Setup(
-            "`--policy power_of_two`",
-            Mode("load", "vllm", f"{_HEAD} --policy power_of_two --worker-urls {{url0}} {{url1}}", balanced=False),
-            answered,
-            thorough=True,
-        ),
+        by_rank(f"{_HEAD} --api-key wt-key", "vllm", "--intra-node-data-parallel-size 2"),
+        by_vectors(Mode("vLLM", "vllm", _BOTH)),
+        by_load(_HEAD, "vllm"),
     ),
 )

@@ -5,7 +5,7 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.serve.live import live
+from tests.serve.live import PATIENCE_S, live
 from tests.serve.sglang_live import BODIES, NEVER_NS, PHASES, TEXT, events, sample, sglang, talking
 
 from windtunnel.core import oracle
@@ -52,7 +52,7 @@ async def test_an_sdk_error_carries_the_flat_message() -> None:
 async def test_the_text_is_that_of_the_vllm_server(path: str) -> None:
     texts = []
     for engine in ("vllm", "sglang"):
-        async with live(engine=engine) as server, httpx.AsyncClient(base_url=server.url) as client:
+        async with live(engine=engine) as server, httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S) as client:
             body = BODIES[path] | {"model": "wt-model", "max_tokens": 20}
             choice = (await client.post(path, json=body)).json()["choices"][0]
             texts.append(choice.get("text") or choice["message"]["content"])

@@ -239,6 +239,14 @@ def test_pacing_by_sequence_keeps_each_sequences_own_times() -> None:
     assert times == {"a": [100, 120, 140], "b": [130, 150, 170]}
 
 
+def test_a_late_driver_costs_an_arrival_nothing() -> None:
+    pacing = RequestPacing(Random(1), ttft=Duration(100 * MS), itl=Duration(20 * MS))
+    engine = SglangEngine(SglangEngineConfig(max_total_num_tokens=1024), pacing, Random(1))
+    engine.submit([request("a", 8, 3)], 10 * MS)
+    engine.advance(30 * MS)
+    assert [step.at_ns for step in run(engine) if tokens([step], "a")][:1] == [110 * MS]
+
+
 def test_kv_events_replay_to_the_cache() -> None:
     engine = make_engine(collect_kv_events=True, max_total_num_tokens=256)
     steps = []

@@ -7,14 +7,13 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import uvicorn
+from tests.serve.live import PATIENCE_S
 
 from windtunnel.serve.asgi import read_body, send_bytes
 from windtunnel.serve.router.app import RouterApp
 from windtunnel.serve.router.config import RouterConfig
 from windtunnel.serve.router.server import uvicorn_config
 from windtunnel.serve.sglang.pd import _Quiet
-
-PATIENCE_S = 20
 
 
 class FakeWorker:
@@ -39,7 +38,7 @@ class FakeWorker:
         self.go.set()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        raw = await read_body(receive, 1 << 20, 5)
+        raw = await read_body(receive, 1 << 20, PATIENCE_S)
         body = json.loads(raw) if raw else {}
         self.bodies.append(body)
         self.headers.append({name.decode(): value.decode() for name, value in scope["headers"]})

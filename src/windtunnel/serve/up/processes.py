@@ -5,7 +5,6 @@ import contextlib
 import logging
 import shutil
 import signal
-import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,12 +12,12 @@ from functools import partial
 
 import httpx
 
+from windtunnel.ports import HOST, free_ports
 from windtunnel.serve.up.plan import Pairing, Ports, UpError, UpPlan
 from windtunnel.serve.up.routers import PROGRAMS, Worker, registration
 
 log = logging.getLogger("windtunnel.up")
 
-HOST = "127.0.0.1"
 READY_POLL_S = 0.05
 READY_TIMEOUT_S = 120.0
 TERM_PATIENCE_S = 5.0
@@ -34,15 +33,6 @@ class Up:
     servers: Mapping[str, str]
     """Name → base URL."""
     ports: Ports
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that were free a moment ago, all different."""
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind((HOST, 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
 
 
 def choose_ports(plan: UpPlan) -> Ports:
