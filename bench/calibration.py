@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from windtunnel.sim.calibrate.replay import EngineLimits
@@ -32,14 +33,16 @@ TABLES = {
 def main() -> None:
     for name in sys.argv[1:] or TABLES:
         command = ["calibrate", TRACE.name, *TABLES[name], *SERVER]
-        table = _calibrate(name)
+        table = _calibrated(command)
         shown = " ".join(f"'{word}'" if " " in word else word for word in command)
         _replace(name, f"`windtunnel {shown}`, {time.strftime('%Y-%m-%d')}:\n\n{table}")
 
 
-def _calibrate(name: str) -> str:
-    command = [sys.executable, "-m", "windtunnel", "calibrate", TRACE.name, *TABLES[name], *SERVER]
-    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=TRACE.parent).stdout.strip()
+def _calibrated(command: Sequence[str]) -> str:
+    found = [str(TRACE.parent / word) if word.endswith(".jsonl") else word for word in command]
+    return subprocess.run(
+        [sys.executable, "-m", "windtunnel", *found], check=True, stdout=subprocess.PIPE, text=True
+    ).stdout.strip()
 
 
 def _replace(name: str, content: str) -> None:

@@ -1,13 +1,12 @@
 """The cores that an engine's processes and its front end share with each other and with other jobs of the machine.
 
-Whoever want more cores than there are get them in equal parts, so their work takes wanted / free times as long. What other jobs
-take is not the server's doing: like the number of clients it is an input, not a finding.
+Work that wants more cores than other jobs leave takes wanted / free times as long; while they take no more than what it leaves
+over they do not slow it. What they take is not the server's doing: like the number of clients it is an input, not a finding.
 """
 
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import floor
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +26,11 @@ class Machine:
         return self._stretch(self.engine_cores + 1, other_cores)
 
     def _stretch(self, wanted: float, other_cores: float) -> float:
-        """A job runs or does not: half a core is a whole one half of the time. Other jobs leave at least one core."""
+        """Other jobs leave at least one core."""
         if other_cores <= 0 or self.cores <= 1:
             return 1.0
-        taken = min(other_cores, self.cores - 1)
-        whole = min(floor(taken), self.cores - 2)
-        fewer, more = (max(1.0, wanted / (self.cores - jobs)) for jobs in (whole, whole + 1))
-        return (fewer + (taken - whole) * (more - fewer)) / max(1.0, wanted / self.cores)
+        free = max(1.0, self.cores - other_cores)
+        return max(1.0, wanted / free) / max(1.0, wanted / self.cores)
 
 
 @dataclass(frozen=True, slots=True)
