@@ -43,6 +43,16 @@ def test_a_shared_prefix_is_computed_once() -> None:
     assert stats(steps)[0].extra["cache_hit_rate"] == 28 / 40
 
 
+def test_a_report_tells_what_was_evicted_since_the_last_one() -> None:
+    engine = make_engine(max_total_num_tokens=64)
+    for name, start in (("a", 0), ("b", 100), ("c", 200)):
+        engine.submit([request(name, range(start, start + 40), 1)], engine.clock_ns)
+        steps = run(engine)
+        told = [report.extra["evicted_tokens"] for report in stats(steps)]
+        assert told[0] == (0 if name == "a" else 40)
+        assert not any(told[1:])
+
+
 @pytest.mark.parametrize("key", ["cache_salt", "extra_key"])
 def test_another_namespace_shares_nothing(key: str) -> None:
     engine = make_engine()
