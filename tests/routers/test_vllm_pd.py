@@ -16,7 +16,7 @@ _MANY_BLOCKS = PROMPT + " and on" * 200
 
 
 def test_there_are_modes() -> None:
-    assert {peer.name for peer, _ in MODES} == {"smg", "vllm-router"} and len(MODES) == 3
+    assert {peer.name for peer, _ in MODES} == {"smg", "vllm-router"} and len(MODES) == 4
 
 
 async def _nothing_held(made: Site) -> None:

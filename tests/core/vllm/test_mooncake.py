@@ -19,7 +19,7 @@ from windtunnel.core.vllm.connector.seam import AskHandshake, Peer, Pull, Pulled
 
 PATIENCE_NS = 50 * MS
 MARGIN_NS = 5 * MS
-KV = {"connector": MOONCAKE, "abort_timeout_ns": PATIENCE_NS, "pull_margin_ns": MARGIN_NS}
+KV: dict[str, Any] = {"connector": MOONCAKE, "abort_timeout_ns": PATIENCE_NS, "pull_margin_ns": MARGIN_NS}
 PRODUCER, CONSUMER = {"role": "kv_producer"}, {"role": "kv_consumer"}
 
 

@@ -456,10 +456,18 @@ class MooncakeConnector(Connector):
 
     def clear(self) -> list[Outcome]:
         stranded: list[Outcome] = [Freed(hold.request_id, hold.blocks) for hold in self._stranded]
-        for book in (
-            self._wanted, self._unsent, self._pulling, self._asked, self._unheard, self._sending, self._transfers, self._held_as,
-            self._batches, self._queue, self._writes, self._stranded, self._done,
-        ):  # fmt: skip
+        received = (self._wanted, self._unsent, self._pulling, self._asked, self._unheard)
+        sent = (
+            self._sending,
+            self._transfers,
+            self._held_as,
+            self._batches,
+            self._queue,
+            self._writes,
+            self._stranded,
+            self._done,
+        )
+        for book in (*received, *sent):
             book.clear()
         return stranded + super().clear()
 
