@@ -72,3 +72,16 @@ def test_buckets_are_those_of_the_reference() -> None:
         10, 20, 30, 50, 75, 100, 200, 400, 1000, 2000, 4000, 10000, 20000, 50000
     ]  # fmt: skip
     assert sum(line.startswith("vllm:nixl") and "_total{" in line for line in text(nixl)) == 4
+
+
+def test_mooncake_has_series_of_its_own() -> None:
+    labels = cache_config_labels(block_size=16, num_gpu_blocks=65, max_model_len=1024)
+    shown = VllmMetrics("m", [0], 1024, labels, lambda: 0.0, kv_role="kv_producer", kv_mode="mooncake")
+    assert not any("nixl" in line for line in text(shown))
+    names = {line.split()[2] for line in text(shown) if line.startswith("# TYPE vllm:mooncake") and "_created" not in line}
+    assert names == {
+        "vllm:mooncake_xfer_time_seconds", "vllm:mooncake_bytes_transferred", "vllm:mooncake_num_descriptors",
+        "vllm:mooncake_num_failed_transfers_total", "vllm:mooncake_num_failed_recvs_total",
+        "vllm:mooncake_num_kv_expired_reqs_total",
+    }  # fmt: skip
+    assert bounds(shown, "mooncake_bytes_transferred") == [2048 * 4**power for power in range(12)]

@@ -369,6 +369,16 @@ def test_patience_starts_again_with_every_answer() -> None:
     assert pair.d.tokens["b-d"] == answer("b", 8)
 
 
+def test_nobody_is_impatient_while_a_write_for_the_same_pulls_is_under_way() -> None:
+    pair = Mooncake(kv={"pull_margin_ns": 9 * PATIENCE_NS}, fate=lambda _write: Fate("fail", 2 * PATIENCE_NS))
+    pair.submit(pair.d, decode_leg("a", to_d("a"), 40), decode_leg("b", to_d("b"), 40))
+    pair.ask_p("a", 40)
+    pair.run(limit_ns=2 * PATIENCE_NS)
+    assert waiting(pair, "a") and waiting(pair, "b")
+    pair.done("a", "b")
+    assert pair.now_ns > 3 * PATIENCE_NS
+
+
 def test_what_waited_for_nothing_leaves_nothing_behind() -> None:
     pair = Mooncake()
     pair.ask_d("a")

@@ -4,8 +4,11 @@ import asyncio
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
-from tests.serve.live import FOREVER_NS, live
+import zmq
+import zmq.asyncio
+from tests.serve.live import FOREVER_NS, PATIENCE_S, live
 from tests.serve.vllm_pd.mooncake_pair import CONSUMER, PRODUCER, counters, mooncake
 from tests.serve.vllm_pd.pair import COMPLETION, engine_of, holds, until
 from tests.serve.vllm_pd.test_pair import BODIES, _text
@@ -167,3 +170,23 @@ async def test_a_bootstrap_server_that_runs_elsewhere() -> None:
                 pass
         async with live(kv_transfer__told=CONSUMER | extra):
             pass
+
+
+async def test_a_pull_of_an_engine_with_real_memory_is_refused_with_a_reason() -> None:
+    """And so is what is no pull at all; vLLM answers both with an ERROR."""
+    metadata = {
+        "remote_hostname": "10.0.0.1", "remote_port": 7000, "remote_tp_size": 1, "remote_tp_rank": 0,
+        "req_blocks": {"d": ["xfer", [[1]]]}, "kv_caches_base_addr": [4096], "block_lens": [64], "kv_block_lens": [64],
+    }  # fmt: skip
+    async with mooncake() as pd:
+        port = (await pd.transport(pd.p))["pull_port"]
+        with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as socket:
+            socket.connect(f"tcp://127.0.0.1:{port}")
+            for message, what in ((msgspec.msgpack.encode(metadata), "real memory"), (b"\xc1", "not a pull")):
+                await socket.send(message)
+                async with asyncio.timeout(PATIENCE_S):
+                    answer = msgspec.msgpack.decode(await socket.recv())
+                assert answer["status"] == 2 and what in answer["err_msg"]
+        assert (await pd.transport(pd.p))["malformed_messages"] == 2
+        await pd.both()
+        await pd.until_idle()
