@@ -474,5 +474,9 @@ def test_planted_defects_of_loads_are_mooncakes_too(switch: str) -> None:
 def test_there_is_no_lease() -> None:
     with pytest.raises(ValueError, match="abort_timeout_ns is None: MooncakeConnector has no leases"):
         KvTransferConfig("e", connector=MOONCAKE)
-    with pytest.raises(ValueError, match="bidirectional_kv_xfer is not supported by MooncakeConnector"):
-        KvTransferConfig("e", **KV, bidirectional_kv_xfer=True)
+
+
+@pytest.mark.parametrize("name", ["bidirectional_kv_xfer", "ordered_reaper", "ignore_heartbeats", "notify_own_id"])
+def test_what_only_nixl_has_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} is not supported by MooncakeConnector"):
+        KvTransferConfig("e", **KV, **{name: True})

@@ -157,7 +157,7 @@ class EngineEntry(NamedTuple):
 
 def query_answer(entries: Mapping[int, EngineEntry]) -> bytes:
     """`GET /query`."""
-    return json.dumps({str(rank): entry._asdict() for rank, entry in entries.items()}).encode()
+    return _json({str(rank): entry._asdict() for rank, entry in entries.items()})
 
 
 class _Entry(msgspec.Struct):
@@ -177,4 +177,8 @@ def worker_addresses(body: bytes) -> dict[str, str]:
 
 def error_detail(detail: Any) -> bytes:
     """As FastAPI, which serves vLLM's bootstrap server, writes its errors."""
-    return json.dumps({"detail": detail}).encode()
+    return _json({"detail": detail})
+
+
+def _json(told: Any) -> bytes:
+    return json.dumps(told, separators=(",", ":")).encode()

@@ -91,10 +91,17 @@ class KvTransferConfig:
             raise ValueError("engine_id is empty: must name the engine")
         if not 0 < self.side_channel_port < 65536:
             raise ValueError(f"side_channel_port is {self.side_channel_port}: must be 1 to 65535")
-        if self.bidirectional_kv_xfer and CONNECTORS[self.connector] != "pull":
-            raise ValueError(f"bidirectional_kv_xfer is not supported by {self.connector}")
-        if self.mooncake and self.abort_timeout_ns is None:
+        if self.bidirectional_kv_xfer and self.pushes:
+            raise ValueError(f"bidirectional_kv_xfer is not supported by {PUSH}")
+        if self.mooncake:
+            self._check_mooncake()
+
+    def _check_mooncake(self) -> None:
+        if self.abort_timeout_ns is None:
             raise ValueError(f"abort_timeout_ns is None: {MOONCAKE} has no leases, so it must be a time")
+        for name in _NIXL_ONLY:
+            if getattr(self, name):
+                raise ValueError(f"{name} is not supported by {MOONCAKE}")
 
     @property
     def pushes(self) -> bool:
@@ -131,6 +138,7 @@ class KvTransferConfig:
 _ONE_OF: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {"connector": tuple(CONNECTORS), "role": ROLES, "load_failure_policy": FAILURE_POLICIES}
 )
+_NIXL_ONLY = ("bidirectional_kv_xfer", "ordered_reaper", "ignore_heartbeats", "notify_own_id")
 _AT_LEAST: Mapping[str, int] = MappingProxyType(
     {
         "lease_ns": 1,
