@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -89,7 +90,17 @@ async def test_a_killed_prefill_is_not_noticed_before_the_decode_s_patience_is_o
         assert not any((await pd.debug("decode"))["outstanding"].values())
 
 
+async def test_our_own_balancer_with_one_command() -> None:
+    async with running(what="vllm-pd-mooncake") as pd:
+        answer = (await pd.client.post(f"{pd.up.url}/v1/completions", json=BODY)).json()
+        stream = (await pd.client.post(f"{pd.up.url}/v1/completions", json=BODY | {"stream": True})).text
+        await pd.until_empty()
+        assert await _counters(pd, "prefill") == await _counters(pd, "decode") == {}
+    assert answer["choices"][0]["text"] == (await unified_answer(BODY))["choices"][0]["text"]
+    assert stream.rstrip().endswith("data: [DONE]")
+
+
 def test_a_router_that_does_not_speak_mooncake_is_refused() -> None:
-    """Our own balancer is one."""
-    with pytest.raises(UpError, match="windtunnel does not pair vllm-mooncake workers; those that do: vllm-router"):
-        router_command(preset("vllm-pd-mooncake"), {}, Ports({}), 1)
+    plan = replace(preset("vllm-pd-mooncake"), router="smg")
+    with pytest.raises(UpError, match="smg does not pair vllm-mooncake workers; those that do: vllm-router, windtunnel"):
+        router_command(plan, {}, Ports({}), 1)

@@ -176,7 +176,11 @@ def router_command(plan: UpPlan, urls: Mapping[str, str], ports: Ports, port: in
     return [*head, "--host", HOST, "--port", str(port), *_targets(plan, pair, _workers(plan, urls, ports))]
 
 
-_OWN_PAIRS: Mapping[Pairing, tuple[str, ...]] = {"sglang": ("--pd-disaggregation",), "vllm": ("--vllm-pd-disaggregation",)}
+_OWN_PAIRS: Mapping[Pairing, tuple[str, ...]] = {
+    "sglang": ("--pd-disaggregation",),
+    "vllm": ("--vllm-pd-disaggregation",),
+    "vllm-mooncake": ("--vllm-pd-disaggregation", "--kv-connector", "mooncake"),
+}
 
 
 def _found(router: str) -> str:

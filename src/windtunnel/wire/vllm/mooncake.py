@@ -167,12 +167,23 @@ class _Entry(msgspec.Struct):
 
 def worker_addresses(body: bytes) -> dict[str, str]:
     """What `GET /query` says: of each engine id the address (host:port) of its first worker. Raises MooncakeError."""
+    found = {entry.engine_id: entry.worker_addr.get("0", {}).get("0", "") for entry in _entries(body).values()}
+    return {engine_id: address.removeprefix("tcp://") for engine_id, address in found.items() if address.startswith("tcp://")}
+
+
+def engine_ids(body: bytes) -> dict[int, str]:
+    """The same: of each data-parallel rank its engine id, at least one. Raises MooncakeError."""
+    ids = {int(rank): entry.engine_id for rank, entry in _entries(body).items() if rank.isascii() and rank.isdigit()}
+    if not ids:
+        raise MooncakeError("no engine is registered")
+    return ids
+
+
+def _entries(body: bytes) -> dict[str, _Entry]:
     try:
-        told = msgspec.json.decode(body, type=dict[str, _Entry])
+        return msgspec.json.decode(body, type=dict[str, _Entry])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise MooncakeError(f"not an answer of /query: {error}") from None
-    found = {entry.engine_id: entry.worker_addr.get("0", {}).get("0", "") for entry in told.values()}
-    return {engine_id: address.removeprefix("tcp://") for engine_id, address in found.items() if address.startswith("tcp://")}
 
 
 def error_detail(detail: Any) -> bytes:
