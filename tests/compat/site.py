@@ -72,10 +72,11 @@ class Worker:
         return [one for one in self.heard if isinstance(one.body, dict) and one.path in GENERATING]
 
     def empty(self) -> bool:
-        """Nothing runs, waits, or is held. A prefill keeps the room of a leg that it refused."""
+        """Nothing runs, waits, or is held. A prefill keeps the room of a leg that it refused, or stranded blocks."""
         outstanding = getattr(self.live.server.engine, "outstanding", dict)()
-        stray = outstanding.pop("stray_rooms", 0)
-        held = sum(outstanding.values()) - stray
+        for name in ("stray_rooms", "stranded"):
+            outstanding.pop(name, None)
+        held = sum(outstanding.values())
         return not any((self.live.states(), len(self.live.server.jobs), held))
 
     def connected(self) -> bool:
