@@ -32,6 +32,8 @@ class Mode:
     config: str = ""
     """The text of a file, with the same places as `words`, where it is `{config}`."""
     environment: Mapping[str, str] = field(default_factory=dict)
+    patience: int = 1
+    """A factor of every bound on a wait, but of the one within which a lost client's request is freed."""
     pooling: bool = False
     """Its workers give vectors, not text."""
     not_run: str = ""

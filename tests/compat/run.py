@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
+
 from tests.compat import peers
 from tests.compat.cases import CASES, Case
 from tests.compat.modes import NOT_HERE, Mode, Peer, Trial
@@ -67,7 +69,7 @@ async def run_trial(trial: Trial, mode: Mode, program: str) -> Cells:
 
 
 async def _tried(case: Case, made: Site) -> str:
-    told = await _bounded(case.probe, made)
+    told = await bounded(case.probe, made)
     if not case.last:
         await made.settle()
     return told
@@ -76,16 +78,17 @@ async def _tried(case: Case, made: Site) -> str:
 async def run_alone(mode: Mode, program: str, probe: Probe) -> str:
     with quiet():
         async with site(mode, program) as made:
-            return await _bounded(probe, made)
+            return await bounded(probe, made)
 
 
-async def _bounded(probe: Probe, made: Site) -> str:
+async def bounded(probe: Probe, made: Site) -> str:
     """A probe that fails is a cell, too; its message says what did not hold."""
+    patience_s = CASE_S * made.mode.patience
     try:
-        async with asyncio.timeout(CASE_S):
+        async with asyncio.timeout(patience_s):
             return await probe(made)
-    except TimeoutError:
-        return f"no end in {CASE_S} s"
+    except (TimeoutError, httpx.TimeoutException):
+        return f"no end in {patience_s} s"
     except AssertionError as error:
         return f"fails: {error}"
 

@@ -168,7 +168,8 @@ class Site:
         """Roles of workers that are not empty."""
         return [worker.role for worker in self.workers if not worker.empty()]
 
-    async def until(self, condition: Callable[[], Any], patience_s: float = ANSWER_S) -> bool:
+    async def until(self, condition: Callable[[], Any], patience_s: float | None = None) -> bool:
+        patience_s = ANSWER_S * self.mode.patience if patience_s is None else patience_s
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(patience_s):
                 while not condition():
@@ -205,14 +206,14 @@ async def site(mode: Mode, program: str) -> AsyncIterator[Site]:
     async with contextlib.AsyncExitStack() as stack:
         workers = [await stack.enter_async_context(worker(mode, role, mode.serve_flags)) for role in mode.roles]
         reference = await stack.enter_async_context(serving(parse_args(mode.serve_flags("worker", free_port(), 0)).config))
-        client = await stack.enter_async_context(httpx.AsyncClient(trust_env=False, timeout=ANSWER_S))
+        client = await stack.enter_async_context(httpx.AsyncClient(trust_env=False, timeout=ANSWER_S * mode.patience))
         port, metrics_port = free_port(), free_port()
         places = _places(workers) | {"port": port, "metrics_port": metrics_port}
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         await stack.enter_async_context(running(mode, program, places, folder))
         urls = [f"http://127.0.0.1:{one}" for one in (port, metrics_port)]
         made = Site(mode, urls[0], f"{urls[1]}/metrics", workers, reference, client)
-        async with asyncio.timeout(START_S):
+        async with asyncio.timeout(START_S * mode.patience):
             await _ready(made)
         yield made
 

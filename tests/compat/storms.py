@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,12 @@ import httpx
 
 from tests.compat import peers
 from tests.compat.all import PEERS
-from tests.compat.modes import Mode
+from tests.compat.modes import Mode, Peer
 from tests.compat.site import START_S, command, free_port, register
 
-PACE = ("--disable-access-log", "--ttft", "20ms", "--itl", "5ms")
-SLOW = ("--disable-access-log", "--ttft", "2s", "--itl", "5ms")
+PACE = ("--disable-access-log", "--ttft", "20ms", "--itl", "{itl}")
+SLOW = ("--disable-access-log", "--ttft", "2s", "--itl", "{itl}")
+ITL = "5ms"
 _COMMON = "--victims 10 --rounds 2 --survivors 4 --bystanders 12 --later 8 --quiet-deadline 20s --set known=3"
 STORMS: dict[str, tuple[tuple[str, ...], str]] = {
     "streams at their third token": (PACE, "--how fin,rst --when tokens:3"),
@@ -65,30 +66,31 @@ async def fleet(mode: Mode, program: str, pace: Sequence[str], log: Path) -> Asy
             flags = [*mode.shown_flags(role, port, bootstrap), *pace, *(["--grpc-port", str(grpc)] if mode.grpc else [])]
             serve = (sys.executable, "-m", "windtunnel", "serve", "wt-model", *flags)
             await stack.enter_async_context(_process(*serve, log=log, environment={}))
-        await _up([f"{url}/health" for url in urls])
+        patience_s = START_S * mode.patience
+        await _up([f"{url}/health" for url in urls], patience_s)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         words = command(mode, program, places, folder)
         await stack.enter_async_context(_process(*words, log=log, environment=mode.environment))
         router = f"http://127.0.0.1:{places['port']}"
         if mode.registers:
-            await _up([f"{router}/liveness"])
+            await _up([f"{router}/liveness"], patience_s)
             async with httpx.AsyncClient(trust_env=False) as client:
                 await register(client, router, zip(mode.roles, urls, strict=True))
-        await _up([f"{router}/v1/models"])
-        await _answers(router)
+        await _up([f"{router}/v1/models"], patience_s)
+        await _answers(router, patience_s)
         yield router, urls
 
 
-async def _up(urls: Sequence[str]) -> None:
-    async with httpx.AsyncClient(trust_env=False) as client, asyncio.timeout(START_S):
+async def _up(urls: Sequence[str], patience_s: int) -> None:
+    async with httpx.AsyncClient(trust_env=False) as client, asyncio.timeout(patience_s):
         for url in urls:
             while not await _ok(client.get(url)):
                 await asyncio.sleep(0.05)
 
 
-async def _answers(router: str) -> None:
+async def _answers(router: str, patience_s: int) -> None:
     body = {"model": "wt-model", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
-    async with httpx.AsyncClient(trust_env=False, timeout=START_S) as client, asyncio.timeout(START_S):
+    async with httpx.AsyncClient(trust_env=False, timeout=patience_s) as client, asyncio.timeout(patience_s):
         while not await _ok(client.post(f"{router}/v1/chat/completions", json=body)):
             await asyncio.sleep(0.05)
 
@@ -103,37 +105,50 @@ async def storm(router: str, workers: Sequence[str], words: str) -> dict[str, An
     metrics = [word for url in workers for word in ("--metrics-url", f"{url}/metrics")]
     told = ["-m", "windtunnel", "storm", router, "--model", "wt-model", *metrics, *words.split(), *_COMMON.split(), "--json"]
     process = await asyncio.create_subprocess_exec(sys.executable, *told, stdout=asyncio.subprocess.PIPE)
-    async with asyncio.timeout(STORM_S):
-        output, _ = await process.communicate()
+    try:
+        async with asyncio.timeout(STORM_S):
+            output, _ = await process.communicate()
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+        return {"findings": [], "failed": f"no end in {STORM_S} s"}
     return json.loads(output) if output.strip() else {"findings": [], "failed": process.returncode}
 
 
-async def run(wanted: Sequence[str], part: str, out: Path) -> None:
+def matrix(options: argparse.Namespace) -> Iterator[tuple[Peer, Path, Mode, str]]:
+    """Every storm of every mode of every router that is wanted and installed."""
     for peer in PEERS:
         program = peers.find(peer.program)
-        if program is None or (wanted and peer.name not in wanted):
+        if program is None or peer.trial is not None or (options.peer and peer.name not in options.peer):
             continue
         for mode in peer.modes:
-            for name, (pace, words) in STORMS.items():
-                if mode.not_run or peer.trial is not None or part not in mode.name:
-                    continue
-                label = f"{peer.name} {peers.version(peer.package, program)}, {mode.name}, {name}"
-                slug = label.replace(" ", "-").replace(",", "").replace("/", "")
-                async with fleet(mode, str(program), pace, out / f"{slug}.log") as (router, urls):
-                    told = await storm(router, urls, words)
-                (out / f"{slug}.json").write_text(json.dumps(told, indent=1))
-                found = [f"{one['name']} ({'; '.join(one['evidence'])})" for one in told["findings"]]
-                print(f"{label}: {' | '.join(found) or told.get('failed') or 'nothing'}", flush=True)
+            if options.mode in mode.name and not mode.not_run:
+                yield from ((peer, program, mode, name) for name in STORMS if options.storm in name)
+
+
+async def run(options: argparse.Namespace) -> None:
+    for peer, program, mode, name in matrix(options):
+        label = f"{peer.name} {peers.version(peer.package, program)}, {mode.name}, {name}"
+        slug = label.replace(" ", "-").replace(",", "").replace("/", "")
+        pace, words = STORMS[name]
+        told_pace = [word.format(itl=options.itl) for word in pace]
+        async with fleet(mode, str(program), told_pace, options.out / f"{slug}.log") as (router, urls):
+            told = await storm(router, urls, words)
+        (options.out / f"{slug}.json").write_text(json.dumps(told, indent=1))
+        found = [f"{one['name']} ({'; '.join(one['evidence'])})" for one in told["findings"]]
+        print(f"{label}: {' | '.join(found) or told.get('failed') or 'nothing'}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.compat.storms", description=__doc__)
     parser.add_argument("--peer", action="append", default=[])
     parser.add_argument("--mode", default="", help="only modes whose name has this in it")
+    parser.add_argument("--storm", default="", help="only storms whose name has this in it")
+    parser.add_argument("--itl", default=ITL, help="between tokens; where the router is slower, the storm is about that")
     parser.add_argument("--out", type=Path, default=Path("out/router-storms"))
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    asyncio.run(run(options.peer, options.mode, options.out))
+    asyncio.run(run(options))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Whole runs with the fake server as both arms: documents, files, and no process left behind."""
 
 import asyncio
+import copy
 import json
 import os
 import shlex
@@ -25,6 +26,7 @@ from windtunnel.lab import arms
 from windtunnel.lab.arms import Running, count_patterns, fill, running
 from windtunnel.lab.experiment import Options, Progress, run_experiment, schedule, with_options
 from windtunnel.lab.experiment_file import Arm, Environment, Experiment, parse
+from windtunnel.lab.progress import print_experiment
 from windtunnel.lab.report import DocumentError, check_document, html, schema, write_all
 from windtunnel.ports import free_ports
 
@@ -448,3 +450,16 @@ def test_dry_run_sends_nothing() -> None:
     result = CliRunner().invoke(app, ["storm", "http://127.0.0.1:1", "--dry-run", "--victims", "3"])
     assert result.exit_code == 0
     assert "victim: POST /v1/completions" in result.stdout
+
+
+def test_the_report_has_each_arms_notes_once(document: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    noted = copy.deepcopy(document)
+    for trial in noted["arms"]["control"]["trials"]:
+        trial["notes"] = ["not on the metrics pages, so not watched: waiting"]
+    for trial in noted["arms"]["treatment"]["trials"]:
+        trial["notes"] = []
+    assert len(noted["arms"]["control"]["trials"]) > 1
+    print_experiment(noted, None)
+    for shown in (html(noted), capsys.readouterr().out):
+        assert shown.count("control: not on the metrics pages, so not watched: waiting") == 1
+        assert "treatment: not on" not in shown

@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -206,3 +207,17 @@ def test_every_finding_has_a_name_of_its_own_and_a_cause() -> None:
     assert len({kind.name for kind in KINDS}) == len(KINDS)
     assert all(kind.cause for kind in KINDS)
     assert set(DEFECTS.values()) <= {kind.name for kind in KINDS}
+
+
+async def test_the_calm_begins_when_the_server_has_answered_after_the_storm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Survivors may have ended before the server has cleaned up: what that costs must not be taken for the calm's own pace."""
+
+    async def never(sampler: Sampler, every_ns: int) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Sampler, "run", never)
+    result = await blow(replace(PLAN, rounds=4, victims=2, survivors=1, calm=1, bystanders=0, later=0))
+    turns = [(one, two) for one, two in pairwise(result.phases) if (one.name, two.name) == ("bystanders", "calm")]
+    assert turns
+    for storm, calm in turns:
+        assert any(storm.ended_ns <= sample.at_ns <= calm.started_ns for sample in result.samples)

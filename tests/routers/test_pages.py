@@ -1,11 +1,15 @@
 """The real routers before our workers: every mode and setup does what its committed page says (`make compat` writes it)."""
 
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
 import pytest
 from tests.compat import page, peers
 from tests.compat.all import CLIENTS, ROUTERS
 from tests.compat.cases import CASES
 from tests.compat.modes import NOT_HERE, Mode, Peer, Setup
-from tests.compat.run import SETUPS, columns, rows, run_alone, run_mode
+from tests.compat.run import CASE_S, SETUPS, bounded, columns, rows, run_alone, run_mode
 
 QUICK = tuple(case for case in CASES if not case.thorough)
 MODES = [(peer, mode) for peer in ROUTERS for mode in peer.modes if not mode.not_run]
@@ -63,3 +67,14 @@ def test_a_benchmark_measures_what_the_server_was_told(peer: Peer) -> None:
     measured = [row for row in rows(peer) if row.startswith(("ends", "median", "output tokens", "the server is empty"))]
     assert len(measured) == 5
     assert {told[row, name] for row in measured for name in columns(peer)} == {"works"}
+
+
+@pytest.mark.parametrize("silence", [TimeoutError, httpx.ReadTimeout])
+async def test_a_router_that_falls_silent_fills_its_cell(silence: Any) -> None:
+    """And does not end the run."""
+
+    async def probe(_site: Any) -> str:
+        raise silence("nothing came")
+
+    made: Any = SimpleNamespace(mode=Mode("slow", "vllm", "", patience=3))
+    assert await bounded(probe, made) == f"no end in {3 * CASE_S} s"

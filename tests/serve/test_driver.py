@@ -50,8 +50,8 @@ async def test_a_broken_answer_ends_alone(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 async def test_time_counts_from_the_arrival_of_the_request_at_the_socket(monkeypatch: pytest.MonkeyPatch) -> None:
-    arrived_ns = driver_module.now_ns() - 10**9
     async with live(pacing__ttft_ns=FOREVER_NS) as server:
+        arrived_ns = driver_module.now_ns()
         monkeypatch.setattr(http11, "now_ns", lambda: arrived_ns)
         client = await RawClient.connect(server.port)
         client.send(request_bytes("/v1/completions", BODY | {"stream": True}))
@@ -62,8 +62,8 @@ async def test_time_counts_from_the_arrival_of_the_request_at_the_socket(monkeyp
 
 
 async def test_a_pipelined_request_arrives_when_its_turn_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    arrived_ns = driver_module.now_ns() - 10**9
     async with live(pacing__ttft_ns=FOREVER_NS) as server:
+        arrived_ns = driver_module.now_ns()
         monkeypatch.setattr(http11, "now_ns", lambda: arrived_ns)
         client = await RawClient.connect(server.port)
         first = b"GET /v1/models HTTP/1.1\r\nHost: test\r\n\r\n"

@@ -44,7 +44,7 @@ from windtunnel.lab.record import Ask, BystanderRecord, End, Phase, Sample, Stor
 from windtunnel.lab.sampler import Sampler, is_quiet, recognise_sources
 from windtunnel.lab.server_info import OWNERS, server_info
 from windtunnel.lab.states import States
-from windtunnel.lab.target import Target, TargetError
+from windtunnel.lab.target import SettingError, Target, TargetError
 from windtunnel.lab.view import VIEW_EVERY_NS, Seen, StormEvent, StormView
 
 BASELINE_SAMPLES = 3
@@ -178,15 +178,18 @@ class _Storm:
             await self.extras.learn()
         if not self.sampler.gauges().keys() & self._baseline.gauges.keys():
             self._notes.append("no known gauge on /metrics: leaks cannot be seen; name gauges with --watch")
+        elif absent := self.sampler.absent(self._baseline):
+            self._notes.append(f"not on the metrics pages, so not watched: {', '.join(absent)}")
 
     def _check_watched(self, baseline: Sample) -> None:
-        """Raises TargetError for a gauge that was asked for and that no page shows, not even as NaN."""
+        """Raises SettingError for a gauge that was asked for and that no page shows, not even as NaN."""
         target = self.session.target
         seen = baseline.gauges.keys() | self.sampler.not_numbers
         absent = [name for name in target.watch if name not in seen]
         if absent:
             pages = ", ".join(url.shown for url in target.metrics)
-            raise TargetError(f"--watch {', '.join(absent)}: not on {pages}; write the gauge's full name as it stands there")
+            told = f"{', '.join(absent)}: not on {pages}; write the gauge's full name as it stands there"
+            raise SettingError("--watch", "watch", told)
 
     async def _read_baseline(self) -> Sample:
         """The last usable one of a few samples; an empty one when there are no metrics."""
@@ -287,6 +290,9 @@ class _Storm:
                 await self._crowd(victims, plan.victim_concurrency or plan.victims, start_offsets(plan))
             with self._phase("bystanders"):
                 await self._bystander_round(round_)
+        if plan.calm and not self.sampler.blind:
+            # Survivors may have ended first: what leaving costs the server must not fall on the calm.
+            await self.sampler.sample()
 
     def _victims(self, round_: int) -> list[tuple[Ask, Leave]]:
         """The victims of a round; ways and moments take turns, so that every pair of them comes up."""

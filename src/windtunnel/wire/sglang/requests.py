@@ -26,6 +26,28 @@ Bootstrap = tuple[str, int | None, int]
 T = TypeVar("T")
 
 
+class SessionFields(fields.OpenModel):
+    """`session_params`: where in which session the request goes on (SGLang 0.5.23, `SessionParams`)."""
+
+    id: str | None = None
+    rid: str | None = None
+    offset: int | None = None
+    replace: bool | None = None
+    drop_previous_output: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SessionTurn:
+    """A request of a session."""
+
+    session: str
+    rid: str | None
+    """The request to go on from."""
+    offset: int
+    replace: bool
+    drop_previous_output: bool
+
+
 class RoutingFields(fields.OpenModel):
     """Fields that every endpoint takes; lists of them belong to batches."""
 
@@ -35,7 +57,7 @@ class RoutingFields(fields.OpenModel):
     priority: int | None = None
     lora_path: str | list[str | None] | None = None
     session_id: str | None = None
-    session_params: dict[str, Any] | list[dict[str, Any]] | None = None
+    session_params: SessionFields | list[SessionFields] | None = None
     bootstrap_host: str | list[str] | None = None
     bootstrap_port: int | list[int | None] | None = None
     bootstrap_room: int | list[int] | None = None
@@ -79,13 +101,14 @@ class Routing:
     extra_key: str | None
     routing_key: str | None
     session_id: str | None
+    turn: SessionTurn | None
 
 
 def routing(
     request: RoutingFields, headers: Mapping[str, str], count: int, env: SglangEnv, model: str | None = None, n: int | None = 1
 ) -> Routing:
     """`count` prompts with `n` choices each. Raises the 400 for what does not fit the batch or the server."""
-    session = request.session_params if isinstance(request.session_params, dict) else {}
+    turn = _turn(request.session_params, count * (n or 1))
     return Routing(
         rids=_rids(request.rid, count, env),
         lora=_lora(request.lora_path, model, env),
@@ -96,8 +119,20 @@ def routing(
         cache_salt=_first(request.cache_salt),
         extra_key=_first(request.extra_key),
         routing_key=headers.get("x-smg-routing-key"),
-        session_id=request.session_id or session.get("id"),
+        session_id=request.session_id or (turn.session if turn else None),
+        turn=turn,
     )
+
+
+def _turn(given: SessionFields | list[SessionFields] | None, results: int) -> SessionTurn | None:
+    told = _first(given)
+    if told is None or told.id is None:
+        return None
+    if results > 1:
+        raise WireError("session_params: a request of a session has one prompt and one answer, a batch is not simulated")
+    if (told.offset or 0) < 0:
+        raise WireError(f"session_params.offset is {told.offset}: must be at least 0")
+    return SessionTurn(told.id, told.rid, told.offset or 0, bool(told.replace), bool(told.drop_previous_output))
 
 
 def new_rid(env: SglangEnv) -> str:

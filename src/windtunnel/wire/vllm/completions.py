@@ -155,7 +155,7 @@ def _check_unsupported(request: CompletionRequest, env: ServerEnv) -> None:
     sampling.check_logit_bias_keys(request.logit_bias)
     check_cache_salt(request.cache_salt, env)
     if request.use_beam_search and request.stream:
-        raise WireError("Streaming is not supported with beam search")
+        raise WireError("Streaming is not currently supported with beam search")
 
 
 def check_cache_salt(salt: str | None, env: ServerEnv) -> None:
@@ -375,6 +375,7 @@ def _echoed_entries(prompt: PromptPlan, entries: Sequence[TokenLogprob], spec: C
 def body(generation: Generation, choices: Sequence[ChoiceResult], usage: Usage) -> bytes:
     """The JSON of an answer that is not streamed, nulls included."""
     spec: CompletionSpec = generation.spec
+    choices, usage = chunks.beams(generation, choices, usage)
     details = None if spec.beam else chunks.body_details(usage, spec.env.enable_prompt_tokens_details, created=False)
     told: dict[str, Any] = {
         "id": spec.response_id,
