@@ -193,3 +193,97 @@ async def test_keep_alive_comments_are_for_chat_and_completions_only() -> None:
             assert ": keep-alive" not in (await client.post(path, json=body | {"stream": True})).text
         chat = {"messages": [{"role": "user", "content": "hi [wt:5]"}], "max_tokens": 5, "stream": True}
         assert ": keep-alive" in (await client.post("/v1/chat/completions", json=chat)).text
+
+
+async def test_derender_gives_what_the_api_itself_would_have_said() -> None:
+    """vLLM 0.33: render, generate and derender are the API in three steps."""
+    said = {"messages": [{"role": "user", "content": "hello [wt:5]"}], "max_tokens": 5, "return_token_ids": True}
+    async with live(enable_scale_out=True) as server, client_of(server) as client:
+        rendered = await post(client, "/v1/chat/completions/render", **said)
+        generated = await post(client, "/inference/v1/generate", **rendered)
+        ids = rendered["token_ids"]
+        asked = {"generate_response": generated, "prompt_tokens": len(ids), "prompt_token_ids": ids, "chat_request": said}
+        back = await post(client, "/v1/chat/completions/derender", **asked)
+        direct = await post(client, "/v1/chat/completions", **said)
+        assert back["id"] == generated["request_id"]
+        changing = ("id", "created", "system_fingerprint")
+        assert {k: v for k, v in back.items() if k not in changing} == {k: v for k, v in direct.items() if k not in changing}
+
+
+async def test_completions_are_derendered_prompt_by_prompt() -> None:
+    async with live(enable_scale_out=True) as server, client_of(server) as client:
+        said: dict[str, Any] = {"prompt": ["one [wt:5]", "two [wt:6]"], "max_tokens": 4, "logprobs": 2}
+        rendered = (await client.post("/v1/completions/render", json=said)).json()
+        generated = [await post(client, "/inference/v1/generate", **one) for one in rendered]
+        counts = [len(one["token_ids"]) for one in rendered]
+        asked = {"generate_responses": generated, "prompt_tokens": counts, "completion_request": said}
+        back = await post(client, "/v1/completions/derender", **asked)
+        direct = await post(client, "/v1/completions", **said)
+        assert [one["text"] for one in back["choices"]] == [one["text"] for one in direct["choices"]]
+        assert [one["logprobs"]["tokens"] for one in back["choices"]] == [
+            one["logprobs"]["tokens"] for one in direct["choices"]
+        ]
+        assert back["usage"] == direct["usage"]
+
+
+async def test_what_ended_an_answer_is_not_in_its_derendered_text() -> None:
+    async with live(enable_scale_out=True) as server, client_of(server) as client:
+        tokenizer = server.server.tokenizer
+        ids = tokenizer.encode(" a holly orange", add_special_tokens=False)
+
+        async def text(token_ids: list[int], stop_reason: object = None, finish: str = "stop", **request: object) -> object:
+            choice = {"index": 0, "finish_reason": finish, "stop_reason": stop_reason, "token_ids": token_ids}
+            asked = {"generate_responses": [{"request_id": "r", "choices": [choice]}]}
+            asked |= {"completion_request": {"prompt": "x", **request}} if request else {}
+            (told,) = (await post(client, "/v1/completions/derender", **asked))["choices"]
+            return told["text"], told["stop_reason"]
+
+        eos = tokenizer.eos_token_id
+        assert await text([*ids, eos]) == (" a holly orange", None)
+        assert await text(ids, finish="length") == (" a holly orange", None)
+        assert await text(ids, stop_reason=ids[-1]) == (" a holly", ids[-1])
+        assert await text(ids, stop_token_ids=[ids[-1]]) == (" a holly", ids[-1])
+        assert await text(ids, stop_reason=" holly") == (" a", " holly")
+        assert await text(ids, stop=[" holly"]) == (" a", " holly")
+        assert await text(ids, stop=[" holly"], include_stop_str_in_output=True) == (" a holly", " holly")
+
+
+async def test_tokens_alone_are_derendered_too() -> None:
+    async with live(enable_scale_out=True) as server, client_of(server) as client:
+        ids = server.server.tokenizer.encode(" a holly", add_special_tokens=False)
+        entry = {"token_id": ids[0], "logprob": -0.5, "top_logprobs": [{"token_id": ids[0], "logprob": -0.5}]}
+        choice = {"index": 0, "finish_reason": "length", "token_ids": ids, "logprobs": {"content": [entry]}}
+        answer = {"request_id": "r", "choices": [choice], "prompt_token_ids": [5, 6], "kv_transfer_params": {"a": 1}}
+        told = await post(client, "/v1/chat/completions/derender", generate_response=answer)
+        assert (told["id"], told["kv_transfer_params"], told["usage"]["prompt_tokens"]) == ("r", {"a": 1}, 0)
+        assert told["usage"]["completion_tokens"] == len(ids)
+        (made,) = told["choices"]
+        assert (made["message"]["role"], made["message"]["content"]) == ("assistant", " a holly")
+        assert [one["token"] for one in made["logprobs"]["content"][0]["top_logprobs"]] == [
+            made["logprobs"]["content"][0]["token"]
+        ]
+        request = {"completion_request": {"prompt": "x", "return_token_ids": True}}
+        (made,) = (await post(client, "/v1/completions/derender", generate_responses=[answer], **request))["choices"]
+        assert (made["prompt_token_ids"], made["token_ids"]) == ([5, 6], ids)
+
+
+async def test_what_cannot_be_derendered_is_refused() -> None:
+    choice = {"index": 0, "token_ids": [7, 8]}
+    answer = {"request_id": "r", "choices": [choice]}
+    refusals: list[tuple[str, dict[str, Any], int, str]] = [
+        ("completions", {"generate_responses": []}, 400, "must not be empty"),
+        ("completions", {"generate_responses": [answer], "prompt_tokens": [1, 2]}, 400, "prompt_tokens length (2) must equal"),
+        ("completions", {"generate_responses": [answer | {"output_mode": "text"}]}, 400, "output_mode"),
+        ("chat/completions", {"generate_response": {"request_id": "r", "choices": [{"index": 0}]}}, 400, "null token_ids"),
+        ("chat/completions", {"generate_response": answer, "model": "none"}, 404, "does not exist"),
+        ("chat/completions", {"generate_chunk": answer, "stream": True}, 501, "not simulated"),
+    ]
+    async with live(enable_scale_out=True, scheduler__max_model_len=64) as server, client_of(server) as client:
+        for path, body, status, told in refusals:
+            refused = await client.post(f"/v1/{path}/derender", json=body)
+            assert (refused.status_code, told in refused.json()["error"]["message"]) == (status, True), refused.text
+    async with live(enable_scale_out=True, reasoning_parser="qwen3") as server, client_of(server) as client:
+        refused = await client.post("/v1/chat/completions/derender", json={"generate_response": answer})
+        assert "chat_request is required" in refused.json()["error"]["message"]
+    async with live() as server, client_of(server) as client:
+        assert (await client.post("/v1/chat/completions/derender", json={"generate_response": answer})).status_code == 403

@@ -11,8 +11,9 @@ from windtunnel.serve.operations.endpoint import Call, Handler, Reply, Rule, emp
 from windtunnel.serve.state import Server
 from windtunnel.wire.family import WireError
 from windtunnel.wire.http import BAD_REQUEST, parse_json, read_json
+from windtunnel.wire.vllm.derender import ROUTES as DERENDER_ROUTES
 from windtunnel.wire.vllm.generate import disabled
-from windtunnel.wire.vllm.render import DERENDER_PATHS, ROUTES, SCALE_OUT_PATHS, Render
+from windtunnel.wire.vllm.render import ROUTES, SCALE_OUT_PATHS, Render
 
 _SLEEP_LEVELS = range(3)
 
@@ -52,10 +53,6 @@ def rendering(render: Render) -> Handler:
         return Reply(render(call.body, call.headers, server.env), 200, JSON)
 
     return handle
-
-
-def _derender(_server: Server, _call: Call) -> Reply:
-    raise WireError("Turning token outputs back into the API form is not simulated", 501, "NotImplementedError")
 
 
 def _mode(call: Call) -> PauseMode:
@@ -177,8 +174,7 @@ def _reset(server: Server, *, reset_running: bool) -> bool:
 
 SCALE_OUT: tuple[Rule, ...] = (
     post("/inference/v1/abort_requests", _scale_out_abort),
-    *(post_text(path, rendering(read)) for path, read in ROUTES.items()),
-    *(post(path, _derender) for path in DERENDER_PATHS),
+    *(post_text(path, rendering(read)) for path, read in (*ROUTES.items(), *DERENDER_ROUTES.items())),
 )
 SCALE_OUT_OFF: tuple[Rule, ...] = tuple(post(path, _forbidden) for path in SCALE_OUT_PATHS)
 DEVELOPER: tuple[Rule, ...] = (
