@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests.lab.fake_server import DEFECTS
+from tests.own_time import own_time
 from tests.serve.live import LiveServer, live
 
 from windtunnel.core.units import MS, S
@@ -74,9 +75,10 @@ async def server(*faults: str) -> AsyncIterator[LiveServer]:
 
 
 async def names_after(plan: StormPlan, *faults: str) -> list[str]:
-    async with server(*faults) as one:
-        target = make_target(one.url, "wt-model")
-        result = await run_storm(target, await fitted(target, plan))
+    with own_time(asyncio.get_running_loop()):
+        async with server(*faults) as one:
+            target = make_target(one.url, "wt-model")
+            result = await run_storm(target, await fitted(target, plan))
     return [finding.name for finding in primary(find(result))]
 
 
@@ -133,8 +135,9 @@ RETRIES = StormPlan(
 @pytest.mark.parametrize("fault", ["deaf-to-disconnect", None])
 async def test_retries_against_a_server_that_does_not_listen(fault: str | None) -> None:
     """The attempts that were given up run beside their retries; both end at the same time, so no work for nobody is seen."""
-    async with server(*([fault] if fault else [])) as one:
-        result = await run_storm(make_target(one.url, "wt-model"), RETRIES)
+    with own_time(asyncio.get_running_loop()):
+        async with server(*([fault] if fault else [])) as one:
+            result = await run_storm(make_target(one.url, "wt-model"), RETRIES)
     assert ("retry_storm_amplified" in [finding.name for finding in find(result)]) is (fault is not None)
     assert bool(find(result)) is (fault is not None)
 

@@ -1,11 +1,13 @@
 """Every planted defect of a prefill/decode pair is found in real servers behind a balancer, and nothing is found without it."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+from tests.own_time import own_time
 from tests.serve.live import live
 from tests.serve.router.fake_worker import router
 from tests.serve.vllm_pd.pair import MODEL, NIXL, Pair, engine_of, pair, until
@@ -54,14 +56,12 @@ class Scene:
 
 
 POOL = {"pacing__time_scale": SCALE, "scheduler__num_gpu_blocks": 130, "scheduler__max_model_len": 2048}
-SLOWER = POOL | {"pacing__time_scale": 10.0}
-"""A lease takes three seconds: in one of them a busy machine may do nothing."""
 LONG = Shape(max_tokens=8, stream=False, prompt_words=600)
 SCENES = {
     "plain": Scene(QUIET, POOL),
     "slow read": Scene(
-        replace(QUIET, bystanders=1, bystander_kinds=(BystanderKind("long", shape=LONG),), time_scale=10.0),
-        SLOWER,
+        replace(QUIET, bystanders=1, bystander_kinds=(BystanderKind("long", shape=LONG),)),
+        POOL,
         {"kv_transfer__bandwidth_gb_s": 0.0023},
     ),
     "leaving during a read": Scene(
@@ -77,10 +77,9 @@ SCENES = {
             later=1,
             quiet_deadline_ns=1 * S,
             bystander_kinds=(BystanderKind("completion", shape=replace(LONG, prompt_words=300)),),
-            time_scale=10.0,
         ),
-        SLOWER | {"scheduler__enable_prefix_caching": False},
-        {"kv_transfer__transfer_latency_ns": 10 * S},
+        POOL | {"scheduler__enable_prefix_caching": False},
+        {"kv_transfer__transfer_latency_ns": 9 * S},
     ),
     "leaving between the legs": Scene(
         replace(
@@ -90,11 +89,9 @@ SCENES = {
             when=Trigger(Moment.BETWEEN, 0),
             victim=Shape(max_tokens=32, prompt_words=200),
             bystanders=0,
-            quiet_deadline_ns=4_500 * MS,
-            time_scale=10.0,
         ),
-        SLOWER,
-        balancer={"between_legs_s": 0.8},
+        POOL,
+        balancer={"between_legs_s": 0.4},
         old_reader=True,
         clean=("lease_expired",),
     ),
@@ -116,7 +113,7 @@ SHOWN_BY = {
 async def old_reader(pd: Pair) -> AsyncIterator[None]:
     """Its lease is the oldest, and the only one that is renewed."""
     slow = {"kv_transfer__told": NIXL, "kv_transfer__side_channel_port": 0, "kv_transfer__transfer_latency_ns": 3600 * S}
-    async with live(**slow, **SLOWER) as reader:
+    async with live(**slow, **POOL) as reader:
         client = await Pair(pd.p, reader, pd.url, pd.client).decoding(await pd.prefilled())
         await until(lambda: engine_of(reader).outstanding()["loads"])
         yield
@@ -136,9 +133,11 @@ async def names_after(scene: Scene, *faults: str) -> list[str]:
 
 
 @pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Victims wait for their state, not for a time."""
+async def unhurried(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
+    """Victims wait for their state, not for a time; and leases, reads and batches take as long as this process is given."""
     monkeypatch.setattr("windtunnel.lab.states.PATIENCE_NS", 60 * S)
+    with own_time(asyncio.get_running_loop()):
+        yield
 
 
 @pytest.mark.parametrize("fault", SHOWN_BY)

@@ -11,7 +11,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -133,7 +133,7 @@ async def running(
     """
     stop = stop or asyncio.Event()
     if arm.url is not None:
-        await _wait_ready(ready_url(arm), arm.ready_timeout_ns, None, log, stop)
+        await _wait_ready(ready_url(arm), arm, None, log, stop)
         yield Running(arm.url, None)
         return
     assert arm.command is not None
@@ -145,7 +145,7 @@ async def running(
     cutting = asyncio.create_task(_keep_short(log))
     try:
         ready = filled(arm.ready_url or "http://127.0.0.1:{port}/health")
-        await _wait_ready(ready, arm.ready_timeout_ns, process, log, stop)
+        await _wait_ready(ready, arm, process, log, stop)
         origin = parse_origin(ready)
         base = filled(arm.target) if arm.target else f"{origin.scheme}://{origin.authority}"
         yield Running(base, log, process.pid, port, tuple(more), process)
@@ -210,13 +210,11 @@ async def _start(words: list[str], env: Mapping[str, str], log: Path, mark: str)
             raise Environment(f"cannot start {shlex.join(words)}: {error}") from error
 
 
-async def _wait_ready(
-    url: str, timeout_ns: int, process: asyncio.subprocess.Process | None, log: Path, stop: asyncio.Event
-) -> None:
+async def _wait_ready(url: str, arm: Arm, process: asyncio.subprocess.Process | None, log: Path, stop: asyncio.Event) -> None:
     origin = parse_origin(url)
-    root = Origin(origin.scheme, origin.host, origin.port)
+    root = replace(origin.root, trust=arm.tls.trust)
     try:
-        async with asyncio.timeout(timeout_ns / 1e9):
+        async with asyncio.timeout(arm.ready_timeout_ns / 1e9):
             while not await _answers(root, origin.prefix or "/"):
                 if process is not None and process.returncode is not None:
                     raise Environment(f"the server exited with {process.returncode} before it was ready{_tail(log)}")
@@ -224,7 +222,7 @@ async def _wait_ready(
                     raise Stopped
                 await asyncio.sleep(READY_POLL_NS / 1e9)
     except TimeoutError:
-        raise Environment(f"{url} did not answer 200 within {format_duration(timeout_ns)}{_tail(log)}") from None
+        raise Environment(f"{url} did not answer 200 within {format_duration(arm.ready_timeout_ns)}{_tail(log)}") from None
 
 
 async def _answers(origin: Origin, path: str) -> bool:

@@ -253,10 +253,10 @@ class _Trial:
 
     async def _blow(self, arm: Arm, server: Running, plan: StormPlan, watch: "_DeathWatch") -> dict[str, Any]:
         check_target_allowed(parse_origin(server.url).host, owned=self.options.owned)
-        model = arm.model or await find_model(server.url, arm.headers)
+        model = arm.model or await find_model(server.url, arm.headers, arm.tls.trust)
         filled = partial(fill, port=server.port, more_ports=server.more_ports, time_scale=1.0, seed=0)
         sources = [filled(one) for one in arm.metrics_urls]
-        target = make_target(server.url, model, headers=arm.headers, metrics_urls=sources, watch=arm.watch)
+        target = make_target(server.url, model, headers=arm.headers, metrics_urls=sources, watch=arm.watch, trust=arm.tls.trust)
         check_hosts(target, owned=self.options.owned)
         result = await run_storm(target, plan, stop=self.stop, on_event=watch.on_event, on_view=watch.on_view, pid=server.pid)
         lost = f"client processes were lost: {result.untried}" if result.lost_clients and not result.interrupted else None

@@ -32,6 +32,7 @@ from windtunnel.lab.plan import (
     parse_trigger,
 )
 from windtunnel.lab.target import parse_metrics_url
+from windtunnel.lab.trust import Trust, check_trust
 
 FILE_LIMIT_BYTES = 1024 * 1024
 BUILT_INS = "windtunnel.experiments"
@@ -215,6 +216,24 @@ class StormSection(_Section):
         )
 
 
+class TlsSection(_Section):
+    """Whom an arm's TLS trusts and as whom the lab comes (`lab.trust`); paths are relative to where the command runs."""
+
+    ca: str | None = None
+    insecure: bool = False
+    client_cert: str | None = None
+    client_key: str | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> "TlsSection":
+        check_trust(self.trust)
+        return self
+
+    @property
+    def trust(self) -> Trust:
+        return Trust(self.ca, self.insecure, self.client_cert, self.client_key)
+
+
 class Arm(_Section):
     """One arm: a command that the lab starts, or a server that is running already."""
 
@@ -232,6 +251,7 @@ class Arm(_Section):
     headers: dict[str, str] = {}
     metrics_urls: tuple[Annotated[str, AfterValidator(_metrics_url)], ...] = ()
     watch: tuple[str, ...] = ()
+    tls: TlsSection = TlsSection()
     storm: dict[str, Any] = {}
     """What this arm's storm has otherwise than the `[storm]` table; `{ victims = 0 }` makes it an arm without a storm."""
 

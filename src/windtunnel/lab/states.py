@@ -137,7 +137,7 @@ async def _held(origin: Origin) -> list[str]:
 
 async def _page(origin: Origin, path: str) -> Any:
     """Its JSON; None where there is no such page."""
-    root = Origin(origin.scheme, origin.host, origin.port)
+    root = origin.root
     try:
         async with asyncio.timeout(2):
             answer = await fetch(root, "GET", path, {})

@@ -22,6 +22,7 @@ from windtunnel.core.units import MS
 from windtunnel.lab.connection import GRPC, TLS, ConnectionCut, MalformedResponse, Origin, fetch, parse_origin
 from windtunnel.lab.plan import Api, check_target_allowed, is_local
 from windtunnel.lab.redact import REPLACEMENT, hide_passwords
+from windtunnel.lab.trust import USUAL, Trust
 
 if TYPE_CHECKING:
     from windtunnel.lab.grpc_client import Worker
@@ -106,6 +107,9 @@ _VLLM = Kind(
         Counter("admission_rejections", "vllm:admission_rejections_total", "reason"),
         Counter("nixl_num_failed_transfers", "vllm:nixl_num_failed_transfers_total"),
         Counter("nixl_num_kv_expired_reqs", "vllm:nixl_num_kv_expired_reqs_total"),
+        Counter("mooncake_num_failed_transfers", "vllm:mooncake_num_failed_transfers_total"),
+        Counter("mooncake_num_failed_recvs", "vllm:mooncake_num_failed_recvs_total"),
+        Counter("mooncake_num_kv_expired_reqs", "vllm:mooncake_num_kv_expired_reqs_total"),
     ),
 )
 
@@ -299,13 +303,12 @@ class Target:
 
     def headers_for(self, origin: Origin) -> Mapping[str, str]:
         """The headers may hold the target's key: a metrics source on another host does not get them."""
-        same = origin.host == self.origin.host or (is_local(origin.host) and is_local(self.origin.host))
-        return self.headers if same else {}
+        return self.headers if _is_same_host(origin, self.origin) else {}
 
 
 def plain_origin(origin: Origin) -> Origin:
     """The same address for HTTP/1.1."""
-    return Origin("https" if origin.scheme in TLS else "http", origin.host, origin.port, origin.prefix)
+    return replace(origin, scheme="https" if origin.scheme in TLS else "http")
 
 
 class TargetError(RuntimeError):
@@ -412,8 +415,7 @@ def parse_metrics_url(url: str, named: str = f"{METRICS_FLAG} ") -> MetricsUrl:
         origin = parse_origin(base)
     except ValueError as error:
         raise ValueError(f"{named}{hide_passwords(str(error))}") from None
-    root = Origin(origin.scheme, origin.host, origin.port)
-    return MetricsUrl(root, origin.prefix or "/metrics", query)
+    return MetricsUrl(origin.root, origin.prefix or "/metrics", query)
 
 
 def make_target(
@@ -423,12 +425,24 @@ def make_target(
     headers: Mapping[str, str] | None = None,
     metrics_urls: Sequence[str] = (),
     watch: Sequence[str] = (),
+    trust: Trust = USUAL,
 ) -> Target:
     """A target from what a person types; without metrics URLs it is the base's own `/metrics`. Raises ValueError."""
-    origin = parse_origin(url)
+    origin = replace(parse_origin(url), trust=trust)
+    if trust.insecure and origin.scheme in GRPC:
+        raise ValueError("insecure: gRPC's library verifies every server; name the worker's own certificate as ca")
     root = plain_origin(replace(origin, prefix=origin.prefix.removesuffix("/v1")))
-    metrics = tuple(parse_metrics_url(one) for one in metrics_urls) or (MetricsUrl(root, named=False),)
+    metrics = tuple(_trusted(parse_metrics_url(one), origin) for one in metrics_urls) or (MetricsUrl(root, named=False),)
     return Target(origin, model, dict(headers or {}), metrics, tuple(watch))
+
+
+def _trusted(url: MetricsUrl, target: Origin) -> MetricsUrl:
+    trust = target.trust if _is_same_host(url.origin, target) else target.trust.for_others()
+    return replace(url, origin=replace(url.origin, trust=trust))
+
+
+def _is_same_host(one: Origin, two: Origin) -> bool:
+    return one.host == two.host or (is_local(one.host) and is_local(two.host))
 
 
 _NAME_MODEL = "name one with --model, in an experiment file with model = in the arm"
@@ -438,9 +452,9 @@ _SEND_KEY = (
 )
 
 
-async def find_model(target_url: str, headers: Mapping[str, str]) -> str:
+async def find_model(target_url: str, headers: Mapping[str, str], trust: Trust = USUAL) -> str:
     """The first model id of `/v1/models`, or what a gRPC worker calls its model. Raises TargetError."""
-    origin = parse_origin(target_url)
+    origin = replace(parse_origin(target_url), trust=trust)
     if origin.scheme in GRPC:
         return (await _look(origin)).model
     origin = plain_origin(origin)
