@@ -1,6 +1,7 @@
 """vLLM's prefill/decode behind real routers: what is read, what is held, and who is told when a client leaves."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from tests.compat import peers
@@ -108,11 +109,15 @@ async def test_a_client_that_leaves_while_mooncake_writes_leaves_no_blocks(peer:
 
 
 @mooncake_mode
-async def test_two_prompts_under_mooncakes_one_transfer_id(peer: Peer, mode: Mode) -> None:
-    """The router names one transfer for the whole body. One prompt's blocks stay for good, and its answer is another one's."""
+@pytest.mark.parametrize(
+    ("more", "right"), [({"prompt": [PROMPT, "[wt:9] b"]}, 1), ({"prompt": PROMPT, "n": 2}, 2)], ids=["two prompts", "n = 2"]
+)
+async def test_several_choices_under_mooncakes_one_transfer_id(
+    peer: Peer, mode: Mode, more: dict[str, Any], right: int
+) -> None:
+    """The router names one transfer for the whole body. One's blocks stay for good; of two prompts one gets the other's."""
     async with site(mode, peers.program(peer.program)) as made:
-        body = OF[COMPLETIONS].body | {"prompt": [PROMPT, "[wt:9] b"]}
-        expected, answer = await made.both(COMPLETIONS, body)
+        expected, answer = await made.both(COMPLETIONS, OF[COMPLETIONS].body | more)
         texts = [[choice["text"] for choice in one.json()["choices"]] for one in (expected, answer)]
-        assert [theirs == ours for theirs, ours in zip(*texts, strict=True)].count(True) == 1
+        assert [theirs == ours for theirs, ours in zip(*texts, strict=True)].count(True) == right
         assert engine_of(made.workers[0].live).outstanding()["stranded"] == 1
