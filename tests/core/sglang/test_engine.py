@@ -257,6 +257,20 @@ def test_a_late_driver_costs_an_arrival_nothing() -> None:
     assert [step.at_ns for step in run(engine) if tokens([step], "a")][:1] == [110 * MS]
 
 
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_full_engine_does(leaves: bool) -> None:
+    pacing = RequestPacing(Random(1), ttft=Duration(100 * MS), itl=Duration(20 * MS))
+    engine = SglangEngine(SglangEngineConfig(max_total_num_tokens=1024, max_running_requests=1), pacing, Random(1))
+    engine.submit([request("a", 8, 3)], 0)
+    engine.advance(0)
+    engine.submit([request("b", 8, 3)], 10 * MS)
+    engine.advance(10 * MS)
+    if leaves:
+        engine.abort(["a"], 90 * MS)
+    first = [step.at_ns for step in run(engine) if tokens([step], "b")][0]
+    assert first == (190 * MS if leaves else 240 * MS), "b counts from its admission"
+
+
 def test_kv_events_replay_to_the_cache() -> None:
     engine = make_engine(collect_kv_events=True, max_total_num_tokens=256)
     steps = []
