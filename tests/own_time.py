@@ -1,18 +1,20 @@
 """Time of the process itself: what it has waited and computed. What a busy machine takes away does not count.
 
 Servers, clients and the lab of a test that live in one event loop keep their pace to one another on any machine: a lease, a gap
-or a transfer is as long as ever by the work that can be done in it. Not for what waits by blocking, nor for other processes.
+or a transfer is as long as ever by the work that can be done in it. Other processes are not part of it.
 """
 
 import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.explore.deterministic import virtual_clock
+from windtunnel.faults import blocking_cleanup
 from windtunnel.lab.client import Session
 
 
@@ -28,6 +30,10 @@ class OwnTime:
 
     def time(self) -> float:
         return self.now_ns() / 1e9
+
+    def sleep(self, seconds: float) -> None:
+        """What blocks the loop takes no time but its own."""
+        self._waited_ns += round(seconds * 1e9)
 
     def select(self, timeout: float | None = None) -> Any:
         since_ns = time.monotonic_ns()
@@ -48,6 +54,7 @@ def own_time(loop: asyncio.AbstractEventLoop) -> Iterator[OwnTime]:
         session.start_ns = own.now_ns()
 
     with told.context() as patch, virtual_clock(loop):
+        patch.setattr(blocking_cleanup, "time", SimpleNamespace(sleep=own.sleep))
         patch.setattr(loop._selector, "select", own.select)  # type: ignore[attr-defined]
         patch.setattr(loop, "time", own.time)
         patch.setattr(Session, "__post_init__", begin)

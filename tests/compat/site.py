@@ -72,10 +72,11 @@ class Worker:
         return [one for one in self.heard if isinstance(one.body, dict) and one.path in GENERATING]
 
     def empty(self) -> bool:
-        """Nothing runs, waits, or is held. A prefill keeps the room of a leg that it refused."""
+        """Nothing runs, waits, or is held. A prefill keeps the room of a leg that it refused, or stranded blocks."""
         outstanding = getattr(self.live.server.engine, "outstanding", dict)()
-        stray = outstanding.pop("stray_rooms", 0)
-        held = sum(outstanding.values()) - stray
+        for name in ("stray_rooms", "stranded"):
+            outstanding.pop(name, None)
+        held = sum(outstanding.values())
         return not any((self.live.states(), len(self.live.server.jobs), held))
 
     def connected(self) -> bool:
@@ -202,7 +203,7 @@ class Site:
 
 @contextlib.asynccontextmanager
 async def site(mode: Mode, program: str) -> AsyncIterator[Site]:
-    """Raises TimeoutError when the router does not come up."""
+    """Raises TimeoutError when the router does not come up, RuntimeError when it ends instead."""
     async with contextlib.AsyncExitStack() as stack:
         workers = [await stack.enter_async_context(worker(mode, role, mode.serve_flags)) for role in mode.roles]
         reference = await stack.enter_async_context(serving(parse_args(mode.serve_flags("worker", free_port(), 0)).config))
@@ -210,11 +211,11 @@ async def site(mode: Mode, program: str) -> AsyncIterator[Site]:
         port, metrics_port = free_port(), free_port()
         places = _places(workers) | {"port": port, "metrics_port": metrics_port}
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        await stack.enter_async_context(running(mode, program, places, folder))
+        process = await stack.enter_async_context(running(mode, program, places, folder))
         urls = [f"http://127.0.0.1:{one}" for one in (port, metrics_port)]
         made = Site(mode, urls[0], f"{urls[1]}/metrics", workers, reference, client)
         async with asyncio.timeout(START_S * mode.patience):
-            await _ready(made)
+            await _ready(made, process)
         yield made
 
 
@@ -267,10 +268,10 @@ async def running(
         await process.wait()
 
 
-async def _ready(made: Site) -> None:
+async def _ready(made: Site, process: asyncio.subprocess.Process) -> None:
     """Until it answers and has been at every worker."""
     joined = not made.mode.registers
-    while True:
+    while process.returncode is None:
         with contextlib.suppress(httpx.TransportError):
             if not joined and (await made.client.get(f"{made.url}/health")).status_code < 600:
                 await register(
@@ -282,6 +283,7 @@ async def _ready(made: Site) -> None:
             if joined and seen and answer.status_code == 200:
                 return await made.settle()
         await asyncio.sleep(0.05)
+    raise RuntimeError(f"the router ended with exit code {process.returncode} before it was up")
 
 
 async def register(client: httpx.AsyncClient, router: str, workers: Iterable[tuple[Any, str]]) -> None:

@@ -201,12 +201,12 @@ async def test_a_client_process_that_is_stuck_is_killed_and_reported(monkeypatch
     monkeypatch.setattr("windtunnel.lab.clients.STUCK_AFTER_NS", 0)
     plan = replace(SPREAD, victim=Shape(max_tokens=100_000), when=Trigger(Moment.TOKENS, 20), survivors=0, later=3)
     async with fake(itl_s=0.01) as (server, target):
-        storm = asyncio.create_task(run_storm(target, replace(plan, request_timeout_ns=4 * S)))
+        storm = asyncio.create_task(run_storm(target, replace(plan, request_timeout_ns=8 * S)))
         await until(lambda: server.running == plan.victims)
         os.kill(client_processes()[0], signal.SIGSTOP)
         result = await storm
     (lost,) = result.lost_clients
-    assert lost.why == "was killed: no answer within 4 s"
+    assert lost.why == "was killed: no answer within 8 s"
     assert lost.requests > 0
     assert all(stream.complete for stream in result.of(Role.LATER))
     assert client_processes() == []
@@ -337,5 +337,12 @@ async def test_client_processes_speak_grpc_too(tmp_path: Path) -> None:
         url = f"grpc://127.0.0.1:{server.more_ports[0]}"
         target = make_target(url, "m", metrics_urls=[f"{server.url}/metrics"])
         one, two = await run_storm(target, PLAN), await run_storm(target, replace(PLAN, clients=2))
-    assert essence(two)["streams"] == essence(one)["streams"]
+    assert said(two) == said(one)
     assert find(two) == ()
+
+
+def said(result: StormResult) -> list[Any]:
+    """Who got which whole answer, and who left; tokens that wait in a call merge, so nothing of how many came at once."""
+    return sorted(
+        [(one.ask.tag, one.end.value, one.left_by, one.words if one.complete else ()) for one in result.streams], key=repr
+    )

@@ -50,7 +50,8 @@ def test_who_was_finished_unseen_was_computed(api: Api, found: int) -> None:
 
 
 def test_a_vllm_with_a_kv_connector_may_count_each_leg() -> None:
-    assert imbalances(_result(2, {"nixl_num_kv_expired_reqs": 0})) == []
+    for connector in ("nixl", "mooncake"):
+        assert imbalances(_result(2, {f"{connector}_num_kv_expired_reqs": 0})) == []
 
 
 @pytest.mark.parametrize(("rise", "found"), [(0, []), (3, ["lease_expired"])])

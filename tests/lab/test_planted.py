@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -75,9 +75,7 @@ async def server(*faults: str) -> AsyncIterator[LiveServer]:
 
 
 async def names_after(plan: StormPlan, *faults: str) -> list[str]:
-    """What a defect that sleeps does to others is seen by the wall's clock only."""
-    sleeps = "blocking-cleanup" in faults
-    with nullcontext() if sleeps else own_time(asyncio.get_running_loop()):
+    with own_time(asyncio.get_running_loop()):
         async with server(*faults) as one:
             target = make_target(one.url, "wt-model")
             result = await run_storm(target, await fitted(target, plan))

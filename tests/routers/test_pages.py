@@ -1,5 +1,6 @@
 """The real routers before our workers: every mode and setup does what its committed page says (`make compat` writes it)."""
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ from tests.compat.all import CLIENTS, ROUTERS
 from tests.compat.cases import CASES
 from tests.compat.modes import NOT_HERE, Mode, Peer, Setup
 from tests.compat.run import CASE_S, SETUPS, bounded, columns, rows, run_alone, run_mode
+from tests.compat.site import site
 
 QUICK = tuple(case for case in CASES if not case.thorough)
 MODES = [(peer, mode) for peer in ROUTERS for mode in peer.modes if not mode.not_run]
@@ -78,3 +80,9 @@ async def test_a_router_that_falls_silent_fills_its_cell(silence: Any) -> None:
 
     made: Any = SimpleNamespace(mode=Mode("slow", "vllm", "", patience=3))
     assert await bounded(probe, made) == f"no end in {3 * CASE_S} s"
+
+
+async def test_a_router_that_ends_is_not_waited_for() -> None:
+    with pytest.raises(RuntimeError, match="exit code 1 before it was up"):
+        async with site(Mode("gone", "vllm", "-c 1/0"), sys.executable):
+            pass

@@ -1,5 +1,6 @@
 """Routes beside the four streaming families: pooling models, documents, scoring, rendering."""
 
+import asyncio
 import base64
 import json
 import math
@@ -10,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from tests.conformance.cases import golden_folder
+from tests.own_time import own_time
 from tests.serve.live import FOREVER_NS, PATIENCE_S, LiveServer, RawClient, live, request_bytes
 
 GOLDEN = golden_folder()
@@ -188,11 +190,12 @@ async def test_keep_alive_comments_are_for_chat_and_completions_only() -> None:
         "/v1/responses": {"input": "hi [wt:5]", "max_output_tokens": 5},
         "/v1/messages": {"model": "wt-model", "messages": [{"role": "user", "content": "hi [wt:5]"}], "max_tokens": 5},
     }
-    async with live(pacing__itl_ns=20_000_000, sse_keep_alive_interval_ns=1_000_000) as server, client_of(server) as client:
-        for path, body in bodies.items():
-            assert ": keep-alive" not in (await client.post(path, json=body | {"stream": True})).text
-        chat = {"messages": [{"role": "user", "content": "hi [wt:5]"}], "max_tokens": 5, "stream": True}
-        assert ": keep-alive" in (await client.post("/v1/chat/completions", json=chat)).text
+    with own_time(asyncio.get_running_loop()):
+        async with live(pacing__itl_ns=20_000_000, sse_keep_alive_interval_ns=1_000_000) as server, client_of(server) as client:
+            for path, body in bodies.items():
+                assert ": keep-alive" not in (await client.post(path, json=body | {"stream": True})).text
+            chat = {"messages": [{"role": "user", "content": "hi [wt:5]"}], "max_tokens": 5, "stream": True}
+            assert ": keep-alive" in (await client.post("/v1/chat/completions", json=chat)).text
 
 
 async def test_derender_gives_what_the_api_itself_would_have_said() -> None:

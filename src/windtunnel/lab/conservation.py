@@ -16,8 +16,8 @@ _SGLANG_ABORTS = "num_aborted_requests"
 
 _PD_LEGS = frozenset({"num_prefill_inflight_queue_reqs", "num_decode_transfer_queue_reqs"})
 """With the metrics of both sides of a P/D pair every request is counted on either leg."""
-LEASES = "nixl_num_kv_expired_reqs"
-"""Holds of a prefill that nobody ended. A vLLM with this counter is one side of such a pair."""
+LEASES = ("nixl_num_kv_expired_reqs", "mooncake_num_kv_expired_reqs")
+"""Holds of a prefill that nobody ended. A vLLM with one of these counters is one side of such a pair."""
 
 
 def _countable(result: StormResult) -> Sample | None:
@@ -26,7 +26,8 @@ def _countable(result: StormResult) -> Sample | None:
     if settled is None or not settled.usable or result.interrupted or not result.streams:
         return None
     base = result.baseline
-    if any(base.gauges.get(key) for key in ("running", "waiting")) or set(base.gauges) >= _PD_LEGS or LEASES in base.counters:
+    one_leg = set(base.gauges) >= _PD_LEGS or any(key in base.counters for key in LEASES)
+    if one_leg or any(base.gauges.get(key) for key in ("running", "waiting")):
         return None
     return settled
 

@@ -263,10 +263,12 @@ async def examine(
 
 async def _battery(target: Target) -> tuple[tuple[str, StormPlan], ...]:
     """Raises TargetError."""
-    try:
-        names = {series.name for url in target.metrics for series in await scrape(target, url)}
-    except ScrapeError as error:
-        raise TargetError(str(error)) from error
+    names: set[str] = set()
+    for url in target.metrics:
+        try:
+            names |= {series.name for series in await scrape(target, url)}
+        except ScrapeError as error:
+            raise TargetError(f"{url.shown}: {error}") from error
     return next((battery for series, battery in PAIR_BATTERIES.items() if series in names), BATTERY)
 
 

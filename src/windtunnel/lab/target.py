@@ -107,6 +107,9 @@ _VLLM = Kind(
         Counter("admission_rejections", "vllm:admission_rejections_total", "reason"),
         Counter("nixl_num_failed_transfers", "vllm:nixl_num_failed_transfers_total"),
         Counter("nixl_num_kv_expired_reqs", "vllm:nixl_num_kv_expired_reqs_total"),
+        Counter("mooncake_num_failed_transfers", "vllm:mooncake_num_failed_transfers_total"),
+        Counter("mooncake_num_failed_recvs", "vllm:mooncake_num_failed_recvs_total"),
+        Counter("mooncake_num_kv_expired_reqs", "vllm:mooncake_num_kv_expired_reqs_total"),
     ),
 )
 

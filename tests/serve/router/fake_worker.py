@@ -10,10 +10,10 @@ import uvicorn
 from tests.serve.live import PATIENCE_S
 
 from windtunnel.serve.asgi import read_body, send_bytes
+from windtunnel.serve.beside import Quiet
 from windtunnel.serve.router.app import RouterApp
 from windtunnel.serve.router.config import RouterConfig
 from windtunnel.serve.router.server import uvicorn_config
-from windtunnel.serve.sglang.pd import _Quiet
 
 
 class FakeWorker:
@@ -77,7 +77,7 @@ class FakeWorker:
 async def serving(app: Any) -> AsyncIterator[str]:
     """The base URL of an ASGI application behind a free port."""
     config = app if isinstance(app, uvicorn.Config) else uvicorn.Config(app, port=0, lifespan="off", log_config=None)
-    server = _Quiet(config)
+    server = Quiet(config)
     task = asyncio.ensure_future(server.serve())
     async with asyncio.timeout(PATIENCE_S):
         while not server.started:

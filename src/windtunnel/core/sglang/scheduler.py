@@ -124,6 +124,7 @@ class SglangScheduler:
     def plan_prefill(self, now_ns: int) -> Batch | None:
         """The chunk in progress and as many waiting sequences as fit. None: there is nothing to prefill."""
         if self.chunked is None and (not self.waiting or self._full(0)):
+            self._looked_ns = now_ns
             return None
         before = len(self.running)
         budget = PrefillBudget(self.config, self.memory, self._reserve())

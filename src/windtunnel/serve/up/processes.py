@@ -152,21 +152,25 @@ def _signal(process: asyncio.subprocess.Process, number: int) -> None:
 
 def router_command(plan: UpPlan, urls: Mapping[str, str], ports: Ports, port: int) -> list[str]:
     """The router's command line: ours, or a package's on PATH (reference clients §2). Raises UpError."""
+    pairs = {name: program.pairs for name, program in PROGRAMS.items()} | {"windtunnel": _OWN_PAIRS}
+    if plan.pd and plan.pairing not in pairs[plan.router]:
+        able = ", ".join(sorted(name for name, one in pairs.items() if plan.pairing in one))
+        raise UpError(f"router: {plan.router} does not pair {plan.pairing} workers; those that do: {able}")
+    pair = pairs[plan.router].get(plan.pairing, ())
     if plan.router == "windtunnel":
         head = [sys.executable, "-m", "windtunnel", "router"]
-        pair = _OWN_PAIRS[plan.pairing]
     else:
         program = PROGRAMS[plan.router]
-        if plan.pd and plan.pairing not in program.pairs:
-            able = ", ".join(name for name, one in PROGRAMS.items() if plan.pairing in one.pairs)
-            raise UpError(f"router: {plan.router} does not pair {plan.pairing} workers; windtunnel, {able} do")
         metrics = str(free_ports(1)[0])
         head = [_found(plan.router), *program.launch, "--prometheus-host", HOST, "--prometheus-port", metrics]
-        pair = program.pairs.get(plan.pairing, ())
     return [*head, "--host", HOST, "--port", str(port), *_targets(plan, pair, _workers(plan, urls, ports))]
 
 
-_OWN_PAIRS: Mapping[Pairing, tuple[str, ...]] = {"sglang": ("--pd-disaggregation",), "vllm": ("--vllm-pd-disaggregation",)}
+_OWN_PAIRS: Mapping[Pairing, tuple[str, ...]] = {
+    "sglang": ("--pd-disaggregation",),
+    "vllm": ("--vllm-pd-disaggregation",),
+    "vllm-mooncake": ("--vllm-pd-disaggregation", "--kv-connector", "mooncake"),
+}
 
 
 def _found(router: str) -> str:
@@ -177,7 +181,7 @@ def _found(router: str) -> str:
 
 
 def _workers(plan: UpPlan, urls: Mapping[str, str], ports: Ports) -> list[Worker]:
-    bootstrap = ports.bootstrap if plan.pairing == "sglang" else {}
+    bootstrap = ports.bootstrap if plan.bootstraps else {}
     return [Worker(urls[server.name], server.role, bootstrap.get(server.name)) for server in plan.servers]
 
 

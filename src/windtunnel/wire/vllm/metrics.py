@@ -18,8 +18,9 @@ from windtunnel.core.lifecycle import Event, Transition
 from windtunnel.core.outputs import FinishReason, StepOutput, StepStats, TokenOutput
 from windtunnel.core.request import EngineRequest, MediaItem
 from windtunnel.core.units import MS, S
+from windtunnel.core.vllm.connector.config import Mode
 from windtunnel.wire.metrics import Family, Histogram, MetricSpec, Store, Value
-from windtunnel.wire.vllm.nixl_metrics import NixlMetrics
+from windtunnel.wire.vllm.kv_metrics import ConnectorMetrics
 
 _MODEL = ("model_name", "engine")
 _TOKEN_FAMILIES = {
@@ -321,7 +322,7 @@ class VllmMetrics:
     """All series of one vLLM server. Single-threaded; owns the timings of every live sequence.
 
     `clock_s` gives Unix seconds (for `_created` and the LoRA gauge). All other times are the driver's nanoseconds. The LoRA
-    gauge exists only with `max_loras`, the NIXL series only with a connector of this `kv_role`.
+    gauge exists only with `max_loras`, a connector's series only with a `kv_role`; `kv_mode` says which those are.
     """
 
     def __init__(
@@ -333,6 +334,7 @@ class VllmMetrics:
         clock_s: Callable[[], float],
         max_loras: int | None = None,
         kv_role: str | None = None,
+        kv_mode: Mode = "pull",
     ) -> None:
         self.store = Store(clock_s)
         self._clock_s = clock_s
@@ -341,7 +343,7 @@ class VllmMetrics:
         self._media = MediaCache()
         self._max_loras = max_loras
         self._rejections, self._engines = self._engine_families(engine_ranks, max_model_len)
-        self._nixl = None if kv_role is None else NixlMetrics(self.store, model_name, engine_ranks, kv_role)
+        self._connector = None if kv_role is None else ConnectorMetrics(self.store, model_name, engine_ranks, kv_role, kv_mode)
         self._external_source = "host" if kv_role is None else "p2p"
         self._lora = self.store.values(LORA_SPEC) if max_loras is not None else None
         self._add_cache_config(engine_ranks, cache_config)
@@ -411,15 +413,15 @@ class VllmMetrics:
                 queries, hits = self._media.untold.pop(rank, (0, 0))
                 engine.value["mm_cache_queries"].value += queries
                 engine.value["mm_cache_hits"].value += hits
-            if self._nixl is not None:
-                self._nixl.on_stats(rank, step.stats)
+            if self._connector is not None:
+                self._connector.on_stats(rank, step.stats)
         if step.outputs or in_runs:
             self._fold_outputs(engine, step, now_ns, in_runs)
 
     def on_transfers(self, rank: int, observations: Iterable[tuple[str, float]]) -> None:
         """What the KV connector of engine `rank` has observed (`KvEngine.take_observations`)."""
-        if self._nixl is not None:
-            self._nixl.on_transfers(rank, observations)
+        if self._connector is not None:
+            self._connector.on_transfers(rank, observations)
 
     def on_run(self, rank: int, request_id: str, times_ns: Sequence[int]) -> None:
         """Tokens of one sequence after its first, one for each of these times."""
