@@ -178,7 +178,7 @@ class _Search:
         def costs(point: Vector) -> Vector:
             return np.concatenate([self._rests(at(point)), sqrt(_PRIOR) * point])
 
-        found = descend(costs, np.zeros(len(origin)), rounds)
+        found = descend(costs, np.zeros(len(origin)), rounds, self._say)
         best = at(found)
         self._say(f"found {best}")
         return best, float(np.sum(self._rests(best) ** 2))

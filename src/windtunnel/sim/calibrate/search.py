@@ -18,10 +18,12 @@ _TRIES = 4
 """Of one set of slopes, each more damped."""
 
 
-def descend(rests: Callable[[Vector], Vector], first: Vector, rounds: int) -> Vector:
+def descend(
+    rests: Callable[[Vector], Vector], first: Vector, rounds: int, say: Callable[[str], None] = lambda _text: None
+) -> Vector:
     """The best point of at most so many rounds from `first`; a round costs an evaluation for each coordinate and a few more."""
     point, here, damping = first, rests(first), _FIRST_DAMPING
-    for _ in range(rounds):
+    for number in range(1, rounds + 1):
         slopes = np.column_stack([(rests(point + _WIDTH * row) - here) / _WIDTH for row in np.eye(len(point))])
         for _ in range(_TRIES):
             next_point = point + _step(slopes, here, damping)
@@ -32,6 +34,7 @@ def descend(rests: Callable[[Vector], Vector], first: Vector, rounds: int) -> Ve
             damping *= _HARDER
         else:
             break
+        say(f"round {number} of {rounds}: distance {here @ here:.4f}")
     return point
 
 
