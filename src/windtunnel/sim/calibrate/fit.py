@@ -29,7 +29,7 @@ _TURNS = 6
 """Fits to the recorded trace do not tell 4, 6 and 10 apart."""
 _SEEDS = 4
 """Replays of each run, whose means are compared: a quantile of one replay is as uncertain as one measured."""
-_PRIOR = 0.01
+_PRIOR = 0.03
 """What it costs the search to be a factor of e away from where it starts: what the runs do not tell stays near there."""
 
 
