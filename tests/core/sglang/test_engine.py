@@ -247,6 +247,15 @@ def test_a_late_driver_costs_an_arrival_nothing() -> None:
     assert [step.at_ns for step in run(engine) if tokens([step], "a")][:1] == [110 * MS]
 
 
+def test_a_full_server_costs_a_request_its_wait() -> None:
+    pacing = RequestPacing(Random(1), ttft=Duration(100 * MS), itl=Duration(20 * MS))
+    engine = SglangEngine(SglangEngineConfig(max_total_num_tokens=1024, max_running_requests=1), pacing, Random(1))
+    engine.submit([request("a", 8, 20)], 0)
+    run(engine, 150 * MS)
+    engine.submit([request("b", 8, 1)], 150 * MS)
+    assert [step.at_ns for step in run(engine) if tokens([step], "b")] == [580 * MS], "a leaves at 480 ms, and b counts from then"
+
+
 def test_kv_events_replay_to_the_cache() -> None:
     engine = make_engine(collect_kv_events=True, max_total_num_tokens=256)
     steps = []
