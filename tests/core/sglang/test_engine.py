@@ -253,7 +253,9 @@ def test_a_full_server_costs_a_request_its_wait() -> None:
     engine.submit([request("a", 8, 20)], 0)
     run(engine, 150 * MS)
     engine.submit([request("b", 8, 1)], 150 * MS)
-    assert [step.at_ns for step in run(engine) if tokens([step], "b")] == [580 * MS], "a leaves at 480 ms, and b counts from then"
+    assert [step.at_ns for step in run(engine) if tokens([step], "b")] == [580 * MS], (
+        "a leaves at 480 ms, and b counts from then"
+    )
 
 
 def test_kv_events_replay_to_the_cache() -> None:
