@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from windtunnel.core.vllm.connector.mooncake import MAX_PULLS
 from windtunnel.core.vllm.connector.params import HOST_LIMIT_BYTES, ID_LIMIT_BYTES, MAX_BLOCK, MAX_BLOCKS, is_text
@@ -141,11 +141,11 @@ def _decode(data: bytes, shape: type[Shape], what: str) -> Shape:
 class Registration(BaseModel):
     """`POST /register`, vLLM's `RegisterWorkerPayload`."""
 
-    engine_id: str
+    engine_id: str = Field(max_length=ID_LIMIT_BYTES)
     dp_rank: int
     tp_rank: int
     pp_rank: int
-    addr: str
+    addr: str = Field(max_length=HOST_LIMIT_BYTES)
 
 
 class EngineEntry(NamedTuple):
