@@ -12,7 +12,7 @@ import httpx
 
 from tests.compat.modes import Mode
 from tests.compat.shapes import CHAT, GENERATE, OF, SAME, SHAPES, Same, Shape, frames
-from tests.compat.site import FREE_S, MODEL, Probe, Site
+from tests.compat.site import MODEL, Probe, Site
 from tests.serve.live import RawClient, request_bytes
 
 WORKS = "works"
@@ -174,16 +174,19 @@ async def cut(site: Site) -> str:
     for worker in site.workers:
         for connection in list(worker.live.process.server_state.connections):
             connection.transport.abort()  # type: ignore[union-attr]
-    rest, ended = b"", False
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(FREE_S):
-            while not ended:
-                data = await client.reader.read(65536)
-                rest += data
-                ended = not data or rest.endswith(b"\r\n0\r\n\r\n")
+    rest = bytearray()
+    reading = asyncio.ensure_future(_read_into(client, rest))
+    ended = await site.in_time(reading.done)
+    reading.cancel()
     parts = ["an error frame" if b'"error"' in rest else "", "`[DONE]`" if b"[DONE]" in rest else ""]
     end = "a clean end" if rest.endswith(b"0\r\n\r\n") else "a cut body" if ended else "never ends"
     return ", ".join(part for part in (*parts, end) if part)
+
+
+async def _read_into(client: RawClient, rest: bytearray) -> None:
+    """To the end of the body, or of the connection."""
+    while not rest.endswith(b"\r\n0\r\n\r\n") and (data := await client.reader.read(65536)):
+        rest += data
 
 
 async def dead(site: Site) -> str:
@@ -216,9 +219,11 @@ async def leaving(site: Site, *, stream: bool) -> str:
 
 
 async def leaving_before_the_first_token(site: Site, *, stream: bool) -> str:
-    """Who is asked is at the prompt for 4 s. Where the router passes a head on at once, the client has it before it leaves."""
+    """Who is asked is at the prompt: for ever, or 4 s where a forward pass cannot be stopped. Where the router passes a head on
+    at once, the client has it before it leaves.
+    """
     for worker in site.workers:
-        worker.told(ttft="80s")
+        worker.told(ttft="1000h" if site.mode.engine == "vllm" else "80s")
     try:
         client = await RawClient.connect(site.port)
         client.send(request_bytes(CHAT, _chat(**LONG, stream=stream)))
@@ -236,7 +241,7 @@ async def leaving_before_the_first_token(site: Site, *, stream: bool) -> str:
 
 async def _left(site: Site, client: RawClient) -> str:
     client.leave("fin")
-    if await site.until(lambda: not site.busy(), FREE_S):
+    if await site.in_time(lambda: not site.busy()):
         return "freed"
     return f"{' and '.join(sorted(set(site.busy())))} runs on"
 
@@ -248,7 +253,7 @@ async def _closed(site: Site, client: RawClient) -> str:
     def kept() -> list[str]:
         return [worker.role for worker in site.workers if worker.connected()]
 
-    if await site.until(lambda: not kept(), FREE_S):
+    if await site.in_time(lambda: not kept()):
         return "both legs closed"
     return f"{' and '.join(kept())} kept open"
 

@@ -36,6 +36,8 @@ class Mode:
     """A factor of every bound on a wait, but of the one within which a lost client's request is freed."""
     pooling: bool = False
     """Its workers give vectors, not text."""
+    connector: str = ""
+    """Of a vLLM pair that has not NIXL's: a key of `_ROLES`."""
     not_run: str = ""
     """Why it is not tried; such a column is told as it is."""
 
@@ -58,7 +60,7 @@ class Mode:
 
     def shown_flags(self, role: str, port: int, bootstrap_port: int, events_port: int = 0) -> list[str]:
         """Those of them that the mode needs. Events of port 0 are published on a free one."""
-        words = f"--engine {self.engine} --port {port} {_ROLES[self.engine, role]}"
+        words = f"--engine {self.engine} --port {port} {_ROLES[self.connector or self.engine, role]}"
         return [
             *words.replace("BOOTSTRAP", str(bootstrap_port)).split(),
             *(flag.replace("EVENTS_PORT", str(events_port)) for flag in self.flags),
@@ -75,6 +77,12 @@ _ROLES = {
         "vllm",
         "decode",
     ): '--kv-transfer-config {"kv_connector":"NixlConnector","kv_role":"kv_consumer"} --nixl-side-channel-port 0',
+    ("mooncake", "worker"): "",
+    (
+        "mooncake",
+        "prefill",
+    ): '--kv-transfer-config {"kv_connector":"MooncakeConnector","kv_role":"kv_producer"} --mooncake-bootstrap-port BOOTSTRAP',
+    ("mooncake", "decode"): '--kv-transfer-config {"kv_connector":"MooncakeConnector","kv_role":"kv_consumer"}',
     ("sglang", "worker"): "",
     ("sglang", "prefill"): "--disaggregation-mode prefill --disaggregation-bootstrap-port BOOTSTRAP",
     ("sglang", "decode"): "--disaggregation-mode decode",

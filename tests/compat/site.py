@@ -4,8 +4,6 @@ import asyncio
 import contextlib
 import json
 import os
-import random
-import socket
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +14,7 @@ import httpx
 
 from tests.compat.modes import Mode
 from tests.serve.live import LiveServer, serving
+from windtunnel.ports import free_ports
 from windtunnel.serve import failures, grpc_front
 from windtunnel.serve.flags import parse_args
 from windtunnel.serve.http11 import LINE, ClientLine
@@ -25,21 +24,17 @@ from windtunnel.serve.up.routers import registration
 START_S = 120
 ANSWER_S = 30
 FREE_S = 1.5
-"""A worker that still works for a client that left so long ago is not freed by its leaving."""
+"""A worker that still works for a client that left so long ago is not freed by its leaving, if there were turns to do it in."""
+TURNS = 100
+"""So often the router has answered something else meanwhile: whoever is short of the processor is not thought to be deaf."""
 POLL_S = 0.005
-PORTS, TRIES = (15_000, 30_000), 100
 MODEL = "wt-model"
 HELLO = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
 EMBEDDINGS = "/v1/embeddings"
 
 
 def free_port() -> int:
-    """Below those that connections are given: a slow program binds it a minute later, and it must be free then, too."""
-    for _ in range(TRIES):
-        with contextlib.suppress(OSError), socket.socket() as probe:
-            probe.bind(("127.0.0.1", random.randint(*PORTS)))
-            return int(probe.getsockname()[1])
-    raise OSError(f"no free port after {TRIES} tries in {PORTS}")
+    return free_ports(1)[0]
 
 
 @dataclass(frozen=True)
@@ -77,10 +72,11 @@ class Worker:
         return [one for one in self.heard if isinstance(one.body, dict) and one.path in GENERATING]
 
     def empty(self) -> bool:
-        """Nothing runs, waits, or is held. A prefill keeps the room of a leg that it refused."""
+        """Nothing runs, waits, or is held. A prefill keeps the room of a leg that it refused, or stranded blocks."""
         outstanding = getattr(self.live.server.engine, "outstanding", dict)()
-        stray = outstanding.pop("stray_rooms", 0)
-        held = sum(outstanding.values()) - stray
+        for name in ("stray_rooms", "stranded"):
+            outstanding.pop(name, None)
+        held = sum(outstanding.values())
         return not any((self.live.states(), len(self.live.server.jobs), held))
 
     def connected(self) -> bool:
@@ -179,6 +175,17 @@ class Site:
             async with asyncio.timeout(patience_s):
                 while not condition():
                     await asyncio.sleep(POLL_S)
+        return bool(condition())
+
+    async def in_time(self, condition: Callable[[], Any]) -> bool:
+        """Whether the condition has come to hold within `FREE_S` and `TURNS`."""
+        loop = asyncio.get_running_loop()
+        end_s, turns = loop.time() + FREE_S, 0
+        while not condition() and (loop.time() < end_s or turns < TURNS):
+            with contextlib.suppress(httpx.TransportError):
+                await self.client.get(f"{self.url}/v1/models")
+            turns += 1
+            await asyncio.sleep(POLL_S)
         return bool(condition())
 
     async def settle(self) -> None:

@@ -7,6 +7,7 @@ _HEAD = "--host 127.0.0.1 --port {port} --prometheus-host 127.0.0.1 --prometheus
 _CALM = f"{_HEAD} --disable-circuit-breaker"
 _BOTH = f"{_CALM} --policy round_robin --worker-urls {{url0}} {{url1}}"
 _PAIR = f"{_CALM} --vllm-pd-disaggregation --prefill {{url0}} --decode {{url1}} --kv-connector nixl"
+_MOONCAKE = f"{_CALM} --vllm-pd-disaggregation --prefill {{url0}} {{bootstrap0}} --decode {{url1}} --kv-connector mooncake"
 _LEGS = ("prefill", "decode")
 
 KV_AWARE = Mode(
@@ -26,6 +27,7 @@ PEER = Peer(
         Mode("vLLM", "vllm", _BOTH),
         Mode("SGLang", "sglang", _BOTH),
         Mode("vLLM P/D, nixl", "vllm", _PAIR, _LEGS),
+        Mode("vLLM P/D, mooncake", "vllm", _MOONCAKE, _LEGS, connector="mooncake"),
     ),
     (
         Setup(

@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from windtunnel.ports import free_ports
+
 READY_S = 30.0
 STOP_S = 10.0
 
@@ -71,10 +73,7 @@ SERVERS: tuple[Recorded, ...] = (
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    return free_ports(1)[0]
 
 
 @contextlib.contextmanager

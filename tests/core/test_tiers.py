@@ -25,7 +25,7 @@ class Media:
         self.disk: set[bytes] = set()
 
     def of(self, medium: str) -> set[bytes]:
-        return {"GPU": self.gpu, "CPU": self.cpu, "DISK": self.disk}[medium]
+        return {"GPU": self.gpu, "CPU": self.cpu, "STORAGE": self.disk}[medium]
 
     def fold(self, event: KvEvent) -> None:
         if isinstance(event, AllBlocksCleared):
@@ -213,7 +213,7 @@ def test_runs_and_limits() -> None:
     assert runs_of([1, 2, 5, 7, 8]) == [(1, 3), (5, 6), (7, 9)]
     assert runs_of([]) == []
     with pytest.raises(ValueError, match="capacity is 0"):
-        Tier(HOST, 0, 16, None)
+        Tier(HOST, 0, None)
 
 
 @settings(max_examples=120, deadline=None)

@@ -236,6 +236,19 @@ def test_pause_by_keep_freezes_accepts_and_goes_on(own_pace: bool) -> None:
     assert rig.now_ns >= resumed_ns + (19 - said) * STEP_NS, "the pause is not made up for by a burst"
 
 
+def test_a_late_driver_costs_an_arrival_nothing_and_a_full_engine_does() -> None:
+    pacing = RequestPacing(random.Random(0), Duration(10 * STEP_NS), Duration(STEP_NS))
+    late = Rig(pacing, max_num_seqs=1).engine
+    late.submit([request("a", 8, 1)], 0)
+    late.submit([request("b", 8, 1)], STEP_NS)
+    late.advance(3 * STEP_NS)
+    assert late.next_event_at() == 10 * STEP_NS
+    late.advance(14 * STEP_NS)
+    assert [view.request_id for view in late.live()] == ["b"]
+    late.advance(15 * STEP_NS)
+    assert late.next_event_at() == 25 * STEP_NS, "b counts from its admission"
+
+
 def test_sleep_and_wake() -> None:
     rig = _three_phases()
     assert rig.engine.sleep(1, rig.now_ns) == 3

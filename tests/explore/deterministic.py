@@ -74,7 +74,7 @@ def virtual_clock(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
         return round(loop.time() * 1e9)
 
     replaced = {"now_ns": now_ns, "make_alarm": clock.LoopAlarm}
-    modules = [module for name, module in sys.modules.items() if name.startswith("windtunnel.serve")]
+    modules = [module for name, module in sys.modules.items() if name.startswith(("windtunnel.serve", "windtunnel.faults"))]
     saved = [(module, name, getattr(module, name)) for module in modules for name in replaced if hasattr(module, name)]
     for module, name, _before in saved:
         setattr(module, name, replaced[name])

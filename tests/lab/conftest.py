@@ -2,6 +2,8 @@
 
 import asyncio
 import shlex
+import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -63,8 +65,8 @@ def server_command(*options: str) -> str:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Wait for a state; AssertionError when it has not come after thirty seconds."""
-    deadline = time.monotonic() + 30
+    """Wait for a state; AssertionError when it has not come after a minute."""
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         if condition():
             return
@@ -80,3 +82,16 @@ def text() -> str:
 @pytest.fixture
 def experiment(text: str) -> Experiment:
     return parse(text, "fake.toml")
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A certificate for 127.0.0.1 that only it itself vouches for, with its key in one file."""
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl to make a certificate with")
+    folder = tmp_path_factory.mktemp("tls")
+    words = "openssl req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1"
+    subprocess.run([*words.split(), "-keyout", folder / "key", "-out", folder / "crt"], check=True, capture_output=True)
+    both = folder / "both.pem"
+    both.write_text((folder / "crt").read_text() + (folder / "key").read_text())
+    return both

@@ -87,11 +87,12 @@ class GrpcDoor(rpc.VllmEngineServicer):
 
 
 @contextlib.asynccontextmanager
-async def grpc_door(fake: FakeServer) -> AsyncIterator[tuple[int, GrpcDoor]]:
+async def grpc_door(fake: FakeServer, tls: grpc.ServerCredentials | None = None) -> AsyncIterator[tuple[int, GrpcDoor]]:
     """The port."""
     server, door = grpc.aio.server(), GrpcDoor(fake)
     rpc.add_VllmEngineServicer_to_server(door, server)
-    port = server.add_insecure_port("127.0.0.1:0")
+    address = "127.0.0.1:0"
+    port = server.add_insecure_port(address) if tls is None else server.add_secure_port(address, tls)
     await server.start()
     try:
         yield port, door

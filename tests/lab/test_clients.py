@@ -123,7 +123,7 @@ async def test_who_ends_before_the_gate_does_not_hold_it() -> None:
         clients = SpreadClients(Session(target, 600 * S, 0))
         await clients.start(2, "processes")
         try:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(60):
                 records = await asyncio.gather(
                     clients.run(long, Leave(How.FIN, Trigger(Moment.TOKENS, 1), gate=gate)),
                     clients.run(short, Leave(How.FIN, Trigger(Moment.TOKENS, 3), gate=gate)),
@@ -145,7 +145,7 @@ async def test_who_is_held_is_released_when_a_client_process_dies() -> None:
             await until(lambda: server.running == 2)
             holder = next(pid for pid in client_processes() if f"pid {pid} " in clients._peer_for(1).pipe.name)  # type: ignore[union-attr]
             os.kill(holder, signal.SIGKILL)
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(60):
                 records = await asyncio.gather(*running)
         finally:
             await clients.close()
@@ -199,14 +199,14 @@ async def test_a_client_process_that_is_killed_is_reported() -> None:
 
 async def test_a_client_process_that_is_stuck_is_killed_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("windtunnel.lab.clients.STUCK_AFTER_NS", 0)
-    plan = replace(SPREAD, victim=Shape(max_tokens=100_000), when=Trigger(Moment.TOKENS, 100), survivors=0, later=3)
+    plan = replace(SPREAD, victim=Shape(max_tokens=100_000), when=Trigger(Moment.TOKENS, 20), survivors=0, later=3)
     async with fake(itl_s=0.01) as (server, target):
-        storm = asyncio.create_task(run_storm(target, replace(plan, request_timeout_ns=4 * S)))
+        storm = asyncio.create_task(run_storm(target, replace(plan, request_timeout_ns=8 * S)))
         await until(lambda: server.running == plan.victims)
         os.kill(client_processes()[0], signal.SIGSTOP)
         result = await storm
     (lost,) = result.lost_clients
-    assert lost.why == "was killed: no answer within 4 s"
+    assert lost.why == "was killed: no answer within 8 s"
     assert lost.requests > 0
     assert all(stream.complete for stream in result.of(Role.LATER))
     assert client_processes() == []
@@ -337,5 +337,12 @@ async def test_client_processes_speak_grpc_too(tmp_path: Path) -> None:
         url = f"grpc://127.0.0.1:{server.more_ports[0]}"
         target = make_target(url, "m", metrics_urls=[f"{server.url}/metrics"])
         one, two = await run_storm(target, PLAN), await run_storm(target, replace(PLAN, clients=2))
-    assert essence(two)["streams"] == essence(one)["streams"]
+    assert said(two) == said(one)
     assert find(two) == ()
+
+
+def said(result: StormResult) -> list[Any]:
+    """Who got which whole answer, and who left; tokens that wait in a call merge, so nothing of how many came at once."""
+    return sorted(
+        [(one.ask.tag, one.end.value, one.left_by, one.words if one.complete else ()) for one in result.streams], key=repr
+    )

@@ -64,7 +64,7 @@ async def test_a_look_at_an_obvious_effect_ends_the_run(text: str) -> None:
     experiment = parse(text.replace("trials = 2", "trials = 4"), "fake.toml")
     result = await run_experiment(experiment, Options(looks=4))
     assert len(result["arms"]["control"]["trials"]) < 4
-    assert result["effect"]["p_value"] < 0.05 / 4
+    assert result["effect"]["p_value"] < result["effect"]["level"] < 0.05
     assert result["verdict"] == "confirmed"
 
 
@@ -75,8 +75,9 @@ async def test_a_look_at_an_obvious_effect_ends_the_run(text: str) -> None:
         ({"margin": 0.1, "ci95": [-0.05, 0.11]}, "inconclusive"),
         ({"margin": 0.1, "ci95": None}, "inconclusive"),
         ({"aa": True, "ci95": None, "p_value": 0.01}, "refuted"),
-        ({"looks": 5, "p_value": 0.02}, "inconclusive"),
-        ({"looks": 5, "p_value": 0.009}, "confirmed"),
+        ({"level": 0.01, "p_value": 0.02}, "inconclusive"),
+        ({"level": 0.01, "p_value": 0.009}, "confirmed"),
+        ({"aa": True, "level": 0.01, "ci95": None, "p_value": 0.02}, "confirmed"),
     ],
 )
 def test_other_claims_than_a_difference(effect: dict[str, Any], verdict: str) -> None:

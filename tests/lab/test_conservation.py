@@ -38,8 +38,20 @@ def test_one_request_is_counted_once(counted: int, found: int) -> None:
     assert len(imbalances(_result(counted, {}))) == found
 
 
+@pytest.mark.parametrize(("api", "found"), [(Api.COMPLETIONS, 1), (Api.MESSAGES, 0)])
+def test_who_was_finished_unseen_was_computed(api: Api, found: int) -> None:
+    """To its last token, unless its API lets it end before."""
+    whole = _result(2, {})
+    left = StreamRecord(Ask(2, Role.VICTIM, 0, api, "a", 400, True), End.LEFT, 1, 2, words=("w",) * 3, left_ns=2)
+    whole = replace(whole, oracle=True, streams=(replace(whole.streams[0], words=("w",) * 4), left))
+    assert whole.settled is not None
+    tokens = replace(whole.settled, counters={**whole.settled.counters, "generation_tokens": 4 + 160})
+    assert len(imbalances(replace(whole, settled=tokens))) == found
+
+
 def test_a_vllm_with_a_kv_connector_may_count_each_leg() -> None:
-    assert imbalances(_result(2, {"nixl_num_kv_expired_reqs": 0})) == []
+    for connector in ("nixl", "mooncake"):
+        assert imbalances(_result(2, {f"{connector}_num_kv_expired_reqs": 0})) == []
 
 
 @pytest.mark.parametrize(("rise", "found"), [(0, []), (3, ["lease_expired"])])

@@ -173,6 +173,6 @@ async def test_storms_speak_it_and_check_every_word(engine: str, apis: tuple[Api
 async def test_a_native_request_is_aborted_by_its_id(tmp_path: Path) -> None:
     plan = StormPlan(victims=3, how=(How.ABORT_ID,), victim=Shape(Api.GENERATE, max_tokens=4000), bystanders=0, later=2)
     async with served("sglang", tmp_path) as target:
-        result = await run_storm(target, replace(plan, linger_ns=5 * S))
+        result = await run_storm(target, replace(plan, linger_ns=20 * S))
     assert {victim.finish_reason for victim in result.of(Role.VICTIM)} == {"abort"}
     assert find(result) == ()

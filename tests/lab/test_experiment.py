@@ -1,6 +1,7 @@
 """Whole runs with the fake server as both arms: documents, files, and no process left behind."""
 
 import asyncio
+import copy
 import json
 import os
 import shlex
@@ -22,10 +23,12 @@ from windtunnel.cli import experiment as experiment_command
 from windtunnel.cli import report as report_command
 from windtunnel.cli import storm as storm_command
 from windtunnel.lab import arms
-from windtunnel.lab.arms import count_patterns, fill, free_ports, running
+from windtunnel.lab.arms import Running, count_patterns, fill, running
 from windtunnel.lab.experiment import Options, Progress, run_experiment, schedule, with_options
 from windtunnel.lab.experiment_file import Arm, Environment, Experiment, parse
+from windtunnel.lab.progress import print_experiment
 from windtunnel.lab.report import DocumentError, check_document, html, schema, write_all
+from windtunnel.ports import free_ports
 
 app = typer.Typer()
 for command in (experiment_command, report_command, storm_command):
@@ -185,19 +188,24 @@ async def test_a_command_that_does_not_exist_is_an_environment_error(tmp_path: P
             pass
 
 
-async def test_a_server_that_is_never_ready_is_stopped(tmp_path: Path, pids: Path) -> None:
-    arm = Arm.model_validate(
-        {
-            "command": server_command("--pids", str(pids)),
-            "ready_url": f"http://127.0.0.1:{free_ports(1)[0]}/",
-            "ready_timeout": "2s",
-        }
-    )
+async def test_a_server_that_is_never_ready_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[asyncio.subprocess.Process] = []
+    start = arms._start
+
+    async def seen(*told: Any) -> asyncio.subprocess.Process:
+        started.append(await start(*told))
+        return started[-1]
+
+    monkeypatch.setattr(arms, "_start", seen)
+    never = f"http://127.0.0.1:{free_ports(1)[0]}/"
+    arm = Arm.model_validate({"command": server_command(), "ready_url": never, "ready_timeout": "200ms"})
     with pytest.raises(Environment, match="did not answer 200"):
         async with running(arm, tmp_path / "log", time_scale=1, seed=0):
             pass
-    assert started(pids)
-    assert alive(pids) == []
+    (process,) = started
+    assert process.returncode is not None
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
 
 
 async def test_a_process_that_made_a_session_of_its_own_ends_with_its_arm(tmp_path: Path, pids: Path) -> None:
@@ -274,6 +282,31 @@ async def test_a_server_that_ends_by_itself_is_no_harm(experiment: Experiment, t
     assert document["verdict"] == "inconclusive"
     assert message in document["why"]
     assert message in html(document)
+
+
+async def test_a_process_on_its_way_to_its_parent_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its port is closed before its status is known."""
+    tries: list[bool] = []
+    accepts = arms._accepts
+
+    async def seen(url: str) -> bool:
+        tries.append(await accepts(url))
+        return tries[-1]
+
+    monkeypatch.setattr(arms, "_accepts", seen)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", "import sys; sys.exit(len(sys.stdin.read()))", stdin=asyncio.subprocess.PIPE
+    )
+    assert process.stdin is not None
+    listening = await asyncio.start_server(lambda _reader, writer: writer.close(), "127.0.0.1", 0)
+    server = Running(f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}", None, process.pid, process=process)
+    assert await server.exit_status() is None
+    listening.close()
+    status = asyncio.ensure_future(server.exit_status())
+    await until(lambda: tries[1:3] == [False, False])
+    process.stdin.write(b"seven..")
+    process.stdin.close()
+    assert (tries[0], await status) == (True, 7)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -417,3 +450,16 @@ def test_dry_run_sends_nothing() -> None:
     result = CliRunner().invoke(app, ["storm", "http://127.0.0.1:1", "--dry-run", "--victims", "3"])
     assert result.exit_code == 0
     assert "victim: POST /v1/completions" in result.stdout
+
+
+def test_the_report_has_each_arms_notes_once(document: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    noted = copy.deepcopy(document)
+    for trial in noted["arms"]["control"]["trials"]:
+        trial["notes"] = ["not on the metrics pages, so not watched: waiting"]
+    for trial in noted["arms"]["treatment"]["trials"]:
+        trial["notes"] = []
+    assert len(noted["arms"]["control"]["trials"]) > 1
+    print_experiment(noted, None)
+    for shown in (html(noted), capsys.readouterr().out):
+        assert shown.count("control: not on the metrics pages, so not watched: waiting") == 1
+        assert "treatment: not on" not in shown

@@ -1,5 +1,7 @@
 """Files that are right, and errors that name the key and the line."""
 
+import re
+
 import pytest
 
 from windtunnel.lab.connection import How
@@ -92,3 +94,45 @@ def test_unknown_names_are_told_what_there_is() -> None:
 def test_find_line_falls_back_to_the_table(experiment: Experiment, text: str) -> None:
     assert find_line(text, ["storm", "absent"]) == line_of(text, "[storm]")
     assert find_line(text, ["nowhere"]) is None
+
+
+ARM_KEYS = {
+    "metrics_urls = ['http://127.0.0.1:1/metrics', 'ftp://h/m']": (
+        r"metrics_urls\.1: 'ftp://h/m' is not a base URL",
+        "metrics_urls",
+    ),
+    "metrics_urls = ['http://a:1/m,http://b:1/m']": (r"metrics_urls\.0: .*one URL each", "metrics_urls"),
+    "target = 'quic://127.0.0.1:{port}'": (r"target: .*h2c:// or h2://", "target"),
+    "target = 'grpc://127.0.0.1:{port2}/v1'": ("target: .*no path", "target"),
+    "storm = { how = ['rst-stream'] }": (r"storm\.how: rst-stream is for HTTP/2 and gRPC", "storm"),
+    "target = 'grpc://127.0.0.1:{port2}'\nstorm = { how = ['kill'] }": (r"storm\.how: kill is for HTTP", "storm"),
+    "storm = { victims = -1 }": (r"storm\.victims: -1 is below 0", "storm"),
+}
+
+
+@pytest.mark.parametrize("lines", ARM_KEYS)
+def test_an_arms_error_names_key_and_line_and_no_flag(text: str, lines: str) -> None:
+    message, key = ARM_KEYS[lines]
+    broken = text.replace("[arms.treatment]\n", f"[arms.treatment]\n{lines}\n")
+    at = next(number for number, line in enumerate(broken.splitlines(), 1) if line.startswith(f"{key} ="))
+    with pytest.raises(ExperimentError, match=rf"^x:{at}: arms\.treatment\.{message}") as caught:
+        parse(broken, "x")
+    assert "--" not in str(caught.value)
+
+
+def test_a_storm_that_an_arms_protocol_does_not_know_names_its_line(text: str) -> None:
+    broken = text.replace("[storm]\n", "[storm]\nhow = ['rst-stream']\n")
+    with pytest.raises(ExperimentError, match=rf"^x:{line_of(broken, 'how =')}: storm\.how: rst-stream is for HTTP/2"):
+        parse(broken, "x")
+    one = broken.replace("[arms.control]\n", "[arms.control]\ntarget = 'h2c://127.0.0.1:{port}'\n")
+    with pytest.raises(ExperimentError, match=r"the treatment arm speaks http$"):
+        parse(one, "x")
+    both = one.replace("[arms.treatment]\n", "[arms.treatment]\ntarget = 'grpc://127.0.0.1:{port2}'\n")
+    assert [arm.scheme for _, arm in parse(both, "x").arms] == ["h2c", "grpc"]
+
+
+def test_a_target_belongs_to_a_command(text: str) -> None:
+    lines = "[arms.treatment]\nurl = 'http://127.0.0.1:1'\ntarget = 'h2c://127.0.0.1:1'\n"
+    broken = re.sub(r"(?ms)^\[arms\.treatment\]\n.*?^\[storm\]", f"{lines}[storm]", text)
+    with pytest.raises(ExperimentError, match="target belongs to a command"):
+        parse(broken, "x")

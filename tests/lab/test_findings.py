@@ -2,17 +2,21 @@
 
 import asyncio
 from dataclasses import replace
+from itertools import pairwise
+from typing import Any
 
 import pytest
 from tests.lab.conftest import until
 from tests.lab.fake_server import DEFECTS, FakeServer
 
 from windtunnel.core.units import MS, S
+from windtunnel.lab.client import Session
 from windtunnel.lab.connection import How
 from windtunnel.lab.document import storm_document
 from windtunnel.lab.findings import KINDS, Finding, find
 from windtunnel.lab.plan import METRICS_BYSTANDER, Moment, Role, Shape, StormPlan, Trigger
-from windtunnel.lab.record import End, StormResult
+from windtunnel.lab.record import End, Sample, StormResult
+from windtunnel.lab.sampler import Sampler
 from windtunnel.lab.storm import run_storm
 from windtunnel.lab.target import make_target
 
@@ -29,11 +33,13 @@ PLAN = StormPlan(
 PLANS = {
     "stale-gauge": replace(PLAN, bystander_kinds=(METRICS_BYSTANDER,)),
     "deaf": replace(PLAN, quiet_deadline_ns=10 * S),
-    "wedge": replace(PLAN, request_timeout_ns=300 * MS, bystander_kinds=(METRICS_BYSTANDER,), survivors=0),
+    "wedge": replace(
+        PLAN, request_timeout_ns=1 * S, bystander_kinds=(METRICS_BYSTANDER,), survivors=0, later_concurrency=PLAN.later
+    ),
 }
 
 
-async def blow(plan: StormPlan, *defects: str, **options: float) -> StormResult:
+async def blow(plan: StormPlan, *defects: str, **options: Any) -> StormResult:
     server = FakeServer(frozenset(defects), **options)
     port = await server.start()
     try:
@@ -105,6 +111,24 @@ async def test_a_stale_gauge_is_not_called_a_leak() -> None:
     assert not {"slot_leak", "queue_orphan", "kv_leak"} & set(found)
 
 
+async def test_a_stall_in_the_wait_for_quiet_hides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock leaps over the whole deadline while samples are few: what they are to witness is still waited for."""
+    leap_ns, now_ns, looked = [0], Session.now_ns, []
+    monkeypatch.setattr(Session, "now_ns", lambda session: now_ns(session) + leap_ns[0])
+    sample = Sampler.sample
+
+    async def leaping(sampler: Sampler) -> Sample:
+        taken = await sample(sampler)
+        looked.extend([taken] if taken.phase == "quiet" else [])
+        leap_ns[0] = 5 * PLAN.quiet_deadline_ns if len(looked) >= 8 else 0
+        return taken
+
+    monkeypatch.setattr(Sampler, "sample", leaping)
+    result = await blow(PLANS["stale-gauge"], "stale-gauge")
+    assert "stale_gauge" in names(find(result))
+    assert result.at_deadline is not None and len(looked) > 8
+
+
 async def test_work_for_nobody_is_not_called_a_leak() -> None:
     found = names(find(await blow(replace(PLAN, victim=Shape(max_tokens=100_000)), "deaf")))
     assert found == ["zombie_tokens"]
@@ -114,22 +138,23 @@ async def test_work_for_nobody_is_not_called_a_leak() -> None:
 @pytest.mark.parametrize(
     ("when", "state"),
     [
-        (Trigger(Moment.INCOMPLETE, 0), ("incomplete",)),
-        (Trigger(Moment.SENT, 0), ("sent",)),
-        (Trigger(Moment.HEAD, 0), ("head", "tokens:1")),
-        (Trigger(Moment.TOKENS, 2), ("tokens:2", "tokens:3")),
+        (Trigger(Moment.INCOMPLETE, 0), "incomplete"),
+        (Trigger(Moment.SENT, 0), "sent"),
+        (Trigger(Moment.HEAD, 0), "head"),
+        (Trigger(Moment.TOKENS, 2), "tokens:2"),
     ],
     ids=str,
 )
-async def test_victims_leave_in_the_state_that_was_asked_for(how: How, when: Trigger, state: tuple[str, ...]) -> None:
+async def test_victims_leave_in_the_state_that_was_asked_for(how: How, when: Trigger, state: str) -> None:
     plan = replace(PLAN, how=(how,), when=when, linger_ns=200 * MS, bystanders=0, later=0, survivors=0)
-    result = await blow(plan, itl_s=0.05)
-    assert {victim.left_in for victim in result.of(Role.VICTIM)} <= set(state)
+    result = await blow(plan, silent_after=when.count)
+    assert {victim.left_in for victim in result.of(Role.VICTIM)} == {state}
     assert result.quiet_ns is not None
     assert find(result) == ()
 
 
-async def test_victims_leave_while_queued_when_the_gauge_says_so() -> None:
+async def test_victims_leave_while_queued_when_the_gauge_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("windtunnel.lab.states.PATIENCE_NS", 60 * S)
     server = FakeServer(itl_s=0.001)
     port = await server.start()
     plan = replace(PLAN, when=Trigger(Moment.QUEUED, 0), bystanders=0, later=0, victim=Shape(max_tokens=100_000), survivors=0)
@@ -142,7 +167,7 @@ async def test_victims_leave_while_queued_when_the_gauge_says_so() -> None:
         result = await storm
     finally:
         await server.stop()
-    assert all(victim.end is End.LEFT for victim in result.of(Role.VICTIM))
+    assert {(victim.end, victim.left_in) for victim in result.of(Role.VICTIM)} == {(End.LEFT, "queued (inferred)")}
 
 
 async def test_held_victims_leave_together() -> None:
@@ -182,3 +207,17 @@ def test_every_finding_has_a_name_of_its_own_and_a_cause() -> None:
     assert len({kind.name for kind in KINDS}) == len(KINDS)
     assert all(kind.cause for kind in KINDS)
     assert set(DEFECTS.values()) <= {kind.name for kind in KINDS}
+
+
+async def test_the_calm_begins_when_the_server_has_answered_after_the_storm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Survivors may have ended before the server has cleaned up: what that costs must not be taken for the calm's own pace."""
+
+    async def never(sampler: Sampler, every_ns: int) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Sampler, "run", never)
+    result = await blow(replace(PLAN, rounds=4, victims=2, survivors=1, calm=1, bystanders=0, later=0))
+    turns = [(one, two) for one, two in pairwise(result.phases) if (one.name, two.name) == ("bystanders", "calm")]
+    assert turns
+    for storm, calm in turns:
+        assert any(storm.ended_ns <= sample.at_ns <= calm.started_ns for sample in result.samples)

@@ -1,22 +1,28 @@
-"""Findings that need a router, a transfer queue, a process or a known answer; and the arithmetic of the self-test."""
+"""Findings that need a router, a transfer queue, a process or a known answer."""
 
 import asyncio
 import json
+import signal
 from dataclasses import replace
 
 import jsonschema
 import pytest
 from tests.lab.fake_server import FakeServer
+from tests.lab.test_client import DONE, FINISH, HEAD, TEXT, chunked
+from tests.lab.test_client import END as TERMINATOR
 from tests.lab.test_findings import PLAN, blow, names
 
-from windtunnel.core.units import S
+from windtunnel.core.units import MS, S
+from windtunnel.lab.asks import AskMaker
+from windtunnel.lab.client import Session
 from windtunnel.lab.document import storm_report
-from windtunnel.lab.findings import Finding, Severity, find
+from windtunnel.lab.extras import Extras
+from windtunnel.lab.findings import find
 from windtunnel.lab.plan import Role, Shape
 from windtunnel.lab.proxy import Proxy
 from windtunnel.lab.record import DrainRecord, End, KnownPair, Sample, StormResult
 from windtunnel.lab.report import schema
-from windtunnel.lab.selftest import Case, Run, Seen, schedule, selftest_document
+from windtunnel.lab.sampler import Sampler
 from windtunnel.lab.storm import run_storm
 from windtunnel.lab.target import make_target
 
@@ -79,26 +85,32 @@ async def test_drains_known_answers_and_the_document() -> None:
     jsonschema.Draft202012Validator(schema("storm")).validate(json.loads(json.dumps(document)))
 
 
-def test_the_self_test_counts_what_was_named_right() -> None:
-    def seen(name: str, seconds: float) -> Seen:
-        return Seen(Finding(name, Severity.HIGH, "", ("x",), 1), "crowd", seconds)
+async def test_a_drain_begins_when_its_streams_are_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the server takes to begin them; and they are read to their ends when its process has ended."""
+    loop, begin, end = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
 
-    case = Case("deaf", "zombie_tokens")
-    runs = [
-        Run(case, 1, (seen("zombie_tokens", 2.0), seen("late_cancel", 2.0)), 3.0),
-        Run(case, 2, (seen("late_cancel", 2.0),), 3.0),
-        Run(case, 3, (), 3.0),
-        Run(None, 4, (), 3.0),
-        Run(None, 5, (seen("wedged", 1.0),), 3.0),
-        Run(None, 6, (), 3.0, "did not answer"),
-    ]
-    document = selftest_document(runs)
-    assert document["by_fault"]["deaf"]["found"] == 2
-    assert document["by_fault"]["deaf"]["named_right"] == 1
-    assert document["by_fault"]["deaf"]["missed_seeds"] == [2, 3]
-    assert document["detection_rate"] == pytest.approx(1 / 3)
-    assert document["false_alarm_rate"] == pytest.approx(2 / 3)
-    assert not document["goal_met"]
-    order = schedule([case, Case("x", "y")], 3, seed=1)
-    assert sum(planted for _, planted, _ in order) == 6 == sum(not planted for _, planted, _ in order)
-    assert order == schedule([case, Case("x", "y")], 3, seed=1) != schedule([case, Case("x", "y")], 3, seed=2)
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        loop.call_later(0.2, begin.set)
+        await begin.wait()
+        writer.write(HEAD + chunked(TEXT))
+        await end.wait()
+        writer.write(chunked(FINISH, DONE) + TERMINATOR)
+        writer.close()
+
+    def term(pid: int, number: int) -> None:
+        assert begin.is_set() and (pid, number) == (7, signal.SIGTERM)
+
+    def alive(_pid: int) -> bool:
+        loop.call_later(0.2, end.set)
+        return False
+
+    monkeypatch.setattr("windtunnel.lab.extras.os.kill", term)
+    monkeypatch.setattr("windtunnel.lab.extras.alive", alive)
+    plan = replace(PLAN, drain=4, sample_every_ns=MS, victim=Shape(max_tokens=2))
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        session = Session(make_target(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "m"), 60 * S, 0)
+        extras = Extras(session, plan, AskMaker(0), [], Sampler(session, []))
+        await extras.drain(7)
+    assert extras.drained is not None
+    assert (extras.drained.streams, extras.drained.unended, extras.drained.by_end) == (4, 0, {"finished": 4})

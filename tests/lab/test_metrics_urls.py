@@ -1,7 +1,9 @@
 """Metrics that somebody asked for are there, or the storm does not begin."""
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 
 import pytest
 from tests.lab.conftest import server_command
@@ -9,7 +11,7 @@ from tests.lab.fake_server import FakeServer, answer
 
 from windtunnel.lab.document import storm_report
 from windtunnel.lab.experiment import Options, run_experiment
-from windtunnel.lab.experiment_file import Environment, parse, storm_plan
+from windtunnel.lab.experiment_file import Environment, Experiment, parse, storm_plan
 from windtunnel.lab.progress import print_storm
 from windtunnel.lab.record import StormResult
 from windtunnel.lab.storm import run_storm
@@ -64,13 +66,33 @@ async def test_metrics_that_nobody_named_may_be_absent(capsys: pytest.CaptureFix
     assert "clean:" not in shown and "never quiet" not in shown
 
 
-async def test_an_arms_metrics_are_there(text: str) -> None:
+def swapped(experiment: Experiment) -> Experiment:
+    """The treatment in both arms: whichever comes first."""
+    arms = experiment.arms.model_copy(update={"control": experiment.arms.treatment})
+    return experiment.model_copy(update={"arms": arms})
+
+
+async def test_an_arms_watched_gauge_is_there(text: str, tmp_path: Path) -> None:
     broken = text.replace(server_command() + "'", server_command() + '\'\nwatch = ["nosuchgauge"]')
     assert broken != text
     experiment = parse(broken, "x")
-    both = experiment.model_copy(update={"arms": experiment.arms.model_copy(update={"control": experiment.arms.treatment})})
-    with pytest.raises(Environment, match="--watch nosuchgauge"):
-        await run_experiment(both, Options(trials=1))
+    file = tmp_path / "mine.toml"
+    file.write_text(broken)
+    line = next(number for number, line in enumerate(broken.splitlines(), 1) if line.startswith("watch ="))
+    at = re.escape(f"{file}:{line}: arms.treatment.watch: nosuchgauge: not on http://127.0.0.1:")
+    with pytest.raises(Environment, match=at):
+        await run_experiment(swapped(experiment), Options(trials=1, source=str(file)))
+
+
+async def test_an_arms_metrics_url_has_metrics(text: str, tmp_path: Path) -> None:
+    broken = text.replace("[arms.treatment]\n", "[arms.treatment]\nmetrics_urls = ['http://127.0.0.1:{port}/version']\n")
+    file = tmp_path / "mine.toml"
+    file.write_text(broken)
+    line = next(number for number, line in enumerate(broken.splitlines(), 1) if line.startswith("metrics_urls ="))
+    at = re.escape(f"{file}:{line}: arms.treatment.metrics_urls: http://127.0.0.1:")
+    with pytest.raises(Environment, match=rf"{at}\d+/version: no metrics are there") as caught:
+        await run_experiment(swapped(parse(broken, "x")), Options(trials=1, source=str(file)))
+    assert "--metrics-url" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -118,3 +140,15 @@ async def test_a_query_is_sent_and_never_shown() -> None:
     with pytest.raises(TargetError) as caught:
         await blow(FakeServer(), ["/version?name=geheim"])
     assert "geheim" not in str(caught.value)
+
+
+async def test_known_gauges_that_are_not_there_are_told() -> None:
+    """Those of queues belong to one role of a pair, and most servers have none."""
+    server = FakeServer()
+    server.metrics = lambda: 'vllm:num_requests_running{model="fake"} 0\n'  # type: ignore[method-assign]
+    (told,) = [note for note in (await blow(server)).notes if "not watched" in note]
+    assert told == (
+        "not on the metrics pages, so not watched: waiting (vllm: vllm:num_requests_waiting),"
+        " kv_usage (vllm: vllm:kv_cache_usage_perc or vllm:gpu_cache_usage_perc)"
+    )
+    assert not [note for note in (await blow(FakeServer())).notes if "not watched" in note]

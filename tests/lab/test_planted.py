@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests.lab.fake_server import DEFECTS
+from tests.own_time import own_time
 from tests.serve.live import LiveServer, live
 
 from windtunnel.core.units import MS, S
@@ -15,7 +16,7 @@ from windtunnel.faults.catalogue import CATALOGUE
 from windtunnel.lab.arms import running
 from windtunnel.lab.connection import How
 from windtunnel.lab.findings import KINDS, find, primary
-from windtunnel.lab.plan import Shape, StormPlan
+from windtunnel.lab.plan import Api, Shape, StormPlan
 from windtunnel.lab.proxy import Proxy
 from windtunnel.lab.selftest import BATTERY, DRAIN, FURTHER, Case, fitted
 from windtunnel.lab.storm import run_storm
@@ -50,6 +51,11 @@ LONGER: dict[str, dict[str, object]] = {
     "pairs": {"rounds": 14},
 }
 """So that survivors outlast the departures, however busy the machine is."""
+LATE = (
+    "late-abort:3s",
+    replace(STORMS["everybody leaves"], victim=Shape(Api.CHAT, max_tokens=1_900), quiet_deadline_ns=20 * S),
+)
+"""Later than a second, and all of it within the wait for quiet: what a stall leaves of it is still over the grace."""
 ELSEWHERE = {
     "abort_not_propagated": "test_a_proxy_before_a_real_server",
     "drain_timeout": "test_a_server_that_hangs_at_its_end",
@@ -68,22 +74,30 @@ async def server(*faults: str) -> AsyncIterator[LiveServer]:
         yield one
 
 
-async def names_after(storm: str, *faults: str) -> list[str]:
-    async with server(*faults) as one:
-        target = make_target(one.url, "wt-model")
-        plan = replace(STORMS[storm], **LONGER.get(storm, {}))  # type: ignore[arg-type]
-        result = await run_storm(target, await fitted(target, plan))
+async def names_after(plan: StormPlan, *faults: str) -> list[str]:
+    with own_time(asyncio.get_running_loop()):
+        async with server(*faults) as one:
+            target = make_target(one.url, "wt-model")
+            result = await run_storm(target, await fitted(target, plan))
     return [finding.name for finding in primary(find(result))]
+
+
+def longer(storm: str, finding: str | None = None) -> StormPlan:
+    """With all the time that an answer may take on a busy machine, unless somebody is to wait in vain."""
+    timeout_ns = STORMS[storm].request_timeout_ns if finding == "wedged" else 60 * S
+    return replace(STORMS[storm], request_timeout_ns=timeout_ns, **LONGER.get(storm, {}))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("fault", SHOWN_BY)
 async def test_a_planted_defect_is_named(fault: str) -> None:
-    assert await names_after(SHOWN_BY[fault], fault) == [CATALOGUE[fault].finding]
+    finding = CATALOGUE[fault].finding
+    told, plan = LATE if fault == "late-abort" else (fault, longer(SHOWN_BY[fault], finding))
+    assert await names_after(plan, told) == [finding]
 
 
 @pytest.mark.parametrize("storm", STORMS)
 async def test_nothing_is_named_without_one(storm: str) -> None:
-    assert await names_after(storm) == []
+    assert await names_after(longer(storm)) == []
 
 
 def test_every_defect_and_every_finding_has_a_test() -> None:
@@ -121,8 +135,9 @@ RETRIES = StormPlan(
 @pytest.mark.parametrize("fault", ["deaf-to-disconnect", None])
 async def test_retries_against_a_server_that_does_not_listen(fault: str | None) -> None:
     """The attempts that were given up run beside their retries; both end at the same time, so no work for nobody is seen."""
-    async with server(*([fault] if fault else [])) as one:
-        result = await run_storm(make_target(one.url, "wt-model"), RETRIES)
+    with own_time(asyncio.get_running_loop()):
+        async with server(*([fault] if fault else [])) as one:
+            result = await run_storm(make_target(one.url, "wt-model"), RETRIES)
     assert ("retry_storm_amplified" in [finding.name for finding in find(result)]) is (fault is not None)
     assert bool(find(result)) is (fault is not None)
 

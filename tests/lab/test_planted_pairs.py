@@ -1,11 +1,13 @@
 """Every planted defect of a prefill/decode pair is found in real servers behind a balancer, and nothing is found without it."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+from tests.own_time import own_time
 from tests.serve.live import live
 from tests.serve.router.fake_worker import router
 from tests.serve.vllm_pd.pair import MODEL, NIXL, Pair, engine_of, pair, until
@@ -84,7 +86,7 @@ SCENES = {
             QUIET,
             victims=4,
             how=(How.FIN, How.RST),
-            when=Trigger(Moment.AFTER, 0, 150 * MS),
+            when=Trigger(Moment.BETWEEN, 0),
             victim=Shape(max_tokens=32, prompt_words=200),
             bystanders=0,
         ),
@@ -130,6 +132,14 @@ async def names_after(scene: Scene, *faults: str) -> list[str]:
     return [finding.name for finding in primary(find(result))]
 
 
+@pytest.fixture(autouse=True)
+async def unhurried(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
+    """Victims wait for their state, not for a time; and leases, reads and batches take as long as this process is given."""
+    monkeypatch.setattr("windtunnel.lab.states.PATIENCE_NS", 60 * S)
+    with own_time(asyncio.get_running_loop()):
+        yield
+
+
 @pytest.mark.parametrize("fault", SHOWN_BY)
 async def test_a_planted_defect_is_named(fault: str) -> None:
     """On a busy machine a read that its client has left may outlast the lease, which is then found, too."""
@@ -145,27 +155,32 @@ async def test_nothing_is_named_without_one(scene: str) -> None:
 
 # SGLang
 
+BATCH = 1 * S
+"""A prefill batch holds one prompt: of the victims that leave during one, the one of the batch before is in the race."""
 IN_THE_RACE = replace(
     QUIET,
-    victims=8,
+    victims=5,
     how=(How.FIN, How.RST),
-    when=Trigger(Moment.AFTER, 0, 400 * MS),
+    when=Trigger(Moment.AFTER, 0, 5 * BATCH // 2),
     victim=Shape(prompt_words=200, max_tokens=200),
     bystanders=0,
     later=2,
+    later_concurrency=1,
     quiet_before_later=False,
-    quiet_deadline_ns=600 * MS,
+    quiet_deadline_ns=3 * BATCH,
+    request_timeout_ns=30 * S,
     time_scale=1.0,
 )
-RACE = ("transfer-race:149999us", "peer-lost-on-abort")
+RACE = ("transfer-race:999999us", "peer-lost-on-abort")
 
 
 @asynccontextmanager
 async def sglang_pair(release: str, *faults: str) -> AsyncIterator[Target]:
     both: dict[str, Any] = {"engine": "sglang", "sglang__profile": release, "pacing__time_scale": SCALE}
     prefill = both | {"disagg__mode": "prefill", "disagg__bootstrap_port": 0, "disagg__dead_peer_ns": 3600 * S * 1000}
-    prefill |= {"disagg__queue_size": 128, "disagg__transfer_latency_ns": 0, "sglang__chunked_prefill_size": 256}
-    prefill |= {"pacing__model": "step", "pacing__step_base_ns": round(150 * MS * SCALE)}
+    prefill |= {"disagg__queue_size": 128, "disagg__transfer_latency_ns": 0}
+    prefill |= {"sglang__chunked_prefill_size": -1, "sglang__max_prefill_tokens": 256}
+    prefill |= {"pacing__model": "step", "pacing__step_base_ns": round(BATCH * SCALE)}
     prefill |= {"pacing__step_prefill_token_ns": 0, "pacing__step_decode_seq_ns": 0}
     async with (
         live(**prefill, faults=faults) as p,

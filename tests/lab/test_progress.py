@@ -9,11 +9,11 @@ from rich.console import Console
 from tests.lab.fake_server import FakeServer
 from tests.lab.test_findings import PLAN
 
-from windtunnel.core.units import MS
+from windtunnel.core.units import S
 from windtunnel.lab.findings import Finding, Severity, find
-from windtunnel.lab.plan import Moment, Shape, StormPlan, Trigger
+from windtunnel.lab.plan import Moment, Role, Shape, Trigger
 from windtunnel.lab.progress import Lines, _cells, _console, _table, storm_picture
-from windtunnel.lab.record import LostClient, StormResult
+from windtunnel.lab.record import LostClient
 from windtunnel.lab.storm import run_storm
 from windtunnel.lab.target import make_target
 from windtunnel.lab.view import StormEvent, StormView
@@ -103,21 +103,25 @@ def test_lines_tell_each_thing_once(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
-async def test_a_storm_tells_how_it_stands() -> None:
+async def test_a_storm_tells_how_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Victims leave when a view has shown them, and it becomes quiet when one has shown the finding."""
+    monkeypatch.setattr("windtunnel.lab.states.PATIENCE_NS", 60 * S)
     seen: list[StormView] = []
-    result = await blow_watched(replace(PLAN, victim=Shape(max_tokens=4000), when=Trigger(Moment.AFTER, 0, 500 * MS)), seen)
-    assert any(one.open_by_stage.get("tokens", 0) >= PLAN.victims for one in seen)
-    assert any(one.gauges.get("running", (0, 0))[0] > 0 for one in seen)
-    assert any(finding.name == "bystander_error" for finding in seen[-1].findings)
-    assert seen[-1].opened <= seen[-1].planned + 1
-    assert not set(dict(seen[-1].open_by_stage).values()) - {0} or result.streams
-    assert {one.name for one in seen[-1].findings} <= {one.name for one in find(result)}
-
-
-async def blow_watched(plan: StormPlan, seen: list[StormView]) -> StormResult:
     server = FakeServer(frozenset({"bystander-500"}))
     port = await server.start()
+
+    def watch(one: StormView) -> None:
+        seen.append(one)
+        shown = one.open_by_stage.get("tokens", 0) >= PLAN.victims and one.gauges.get("running", (0, 0))[0] > 0
+        server.waiting = int((server.waiting or shown) and not one.findings)
+
+    plan = replace(PLAN, victim=Shape(max_tokens=100_000), when=Trigger(Moment.QUEUED, 0), quiet_deadline_ns=60 * S)
     try:
-        return await run_storm(make_target(f"http://127.0.0.1:{port}", "fake"), plan, on_view=seen.append)
+        result = await run_storm(make_target(f"http://127.0.0.1:{port}", "fake"), plan, on_view=watch)
     finally:
         await server.stop()
+    assert {one.left_in for one in result.of(Role.VICTIM)} == {"queued (inferred)"}
+    assert result.quiet_ns is not None
+    assert any(finding.name == "bystander_error" for finding in seen[-1].findings)
+    assert seen[-1].opened <= seen[-1].planned + 1
+    assert {one.name for one in seen[-1].findings} <= {one.name for one in find(result)}

@@ -301,7 +301,7 @@ async def test_a_terminal_gets_a_picture_and_its_ctrl_c_ends_everything() -> Non
         helpers = children(process.pid)
         assert len(helpers) == 2
         os.write(master, b"\x03")
-        await asyncio.wait_for(process.wait(), 30)
+        await asyncio.wait_for(process.wait(), 60)
         text = shown(master, seen)
         os.close(master)
     assert process.returncode == 3

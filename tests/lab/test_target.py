@@ -1,6 +1,7 @@
 """Kinds and gauges, read from metrics texts."""
 
 import os
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -87,37 +88,57 @@ ROUTER = {"router_active": 3}
 GAUGES = {
     "vllm": ENGINES,
     "sglang": ENGINES,
-    "tensorrt-llm": ENGINES,
+    "tensorrt-llm": {"running": 5, "kv_usage": 0.25},
     "trtllm-serve": ENGINES,
     "llm-d-inference-sim": ENGINES,
     "tgi": {"running": 3, "waiting": 2},
     "llama.cpp": {"running": 3, "waiting": 2},
-    "dynamo": {**ROUTER, "router_waiting": 2},
-    "litellm": ROUTER,
-    "smg": ROUTER,
+    "dynamo": {**ROUTER, "router_waiting": 0},
+    "litellm": {"router_active": 7},
+    "smg": {"router_active": 6},
+    "smg@sglang-router-0.3.2": {"router_active": 6},
     "sglang-router": ROUTER,
-    "vllm-router": ROUTER,
+    "vllm-router": {"router_active": 6},
 }
 COUNTERS = {
-    "tgi": {"request_success": 5, "request_failure{overloaded}": 1},
-    "llama.cpp": {"generation_tokens": 41},
-    "dynamo": {"router_requests{success}": 5, "router_tokens": 41},
-    "litellm": {"router_requests{200}": 5, "router_failures": 1},
-    "smg": {"router_responses{200}": 5, "router_retries": 1},
+    "tgi": {"request_success": 5, "request_failure{overloaded}": 1, "request_failure{dropped}": 2},
+    "llama.cpp": {"generation_tokens": 41, "prompt_tokens": 12},
+    "dynamo": {"router_requests{success,}": 1, "router_requests{error,validation}": 1, "router_tokens": 114},
+    "litellm": {"router_requests{200}": 3, "router_requests{400}": 1, "router_failures": 1},
+    "smg": {"router_responses{200}": 4, "router_responses{400}": 1, "router_retries": 0},
+    "smg@sglang-router-0.3.2": {"router_responses{200}": 6, "router_responses{400}": 1},
+    "sglang-router": {"router_requests": 5, "router_retries": 1},
+    "vllm-router": {"router_requests": 9},
     "llm-d-inference-sim": {"generation_tokens": 41, "finished{length}": 5},
-    "trtllm-serve": {"request_success{length}": 5},
+    "trtllm-serve": {"request_success{length}": 5, "prompt_tokens": 12, "generation_tokens": 41},
 }
 
 
-@pytest.mark.parametrize("kind", [kind.name for kind in KINDS])
-def test_each_kind_is_recognised_by_its_page(kind: str) -> None:
-    name, gauges, counters = read((PAGES / f"{kind}.txt").read_text())
-    assert (name, gauges) == (kind, GAUGES[kind])
-    assert counters == COUNTERS.get(kind, counters)
+@pytest.mark.parametrize("page", sorted(page.name.removesuffix(".txt") for page in PAGES.glob("*.txt")))
+def test_each_kind_is_recognised_by_its_pages(page: str) -> None:
+    """`kind@other` is the page of another program that counts as the kind."""
+    name, gauges, counters = read((PAGES / f"{page}.txt").read_text())
+    assert (name, gauges) == (page.partition("@")[0], GAUGES[page])
+    assert counters == COUNTERS.get(page, counters)
 
 
-def test_every_page_is_of_a_kind() -> None:
-    assert {page.stem for page in PAGES.glob("*.txt")} == {kind.name for kind in KINDS}
+def test_every_kind_has_a_page() -> None:
+    assert {page.name.removesuffix(".txt").partition("@")[0] for page in PAGES.glob("*.txt")} == {kind.name for kind in KINDS}
+
+
+def test_what_triton_says_after_its_last_step_is_not_taken_for_work_in_progress() -> None:
+    """Its gauges are those of the engine's last iteration, which may have scheduled what has ended since."""
+    page = (PAGES / "tensorrt-llm.txt").read_text()
+    for kind, value in (("active", 0), ("scheduled", 3), ("waiting", -3)):
+        page = re.sub(rf'(request_type="{kind}".*) .*', rf"\1 {value}", page)
+    assert read(page)[1] == {"running": 0, "kv_usage": 0.25}
+
+
+def test_a_router_without_loads_of_its_workers_is_watched_by_the_requests_it_serves() -> None:
+    """sglang-router 0.3.2 has `smg_worker_requests_active` only under policies that look at loads."""
+    page = (PAGES / "smg@sglang-router-0.3.2.txt").read_text()
+    kept = "\n".join(line for line in page.splitlines() if not line.startswith("smg_worker_requests_active"))
+    assert read(kept)[1] == {"router_active": 4}
 
 
 def test_a_routers_requests_are_not_added_to_its_workers() -> None:
@@ -125,7 +146,7 @@ def test_a_routers_requests_are_not_added_to_its_workers() -> None:
     total = Counter[str]()
     for gauges in pages:
         total.update(gauges)
-    assert (total["running"], total["router_active"]) == (6, 3)
+    assert (total["running"], total["router_active"]) == (6, 6)
 
 
 @pytest.mark.skipif(not GOLDEN.is_dir(), reason="no golden recordings of a real vLLM (WINDTUNNEL_GOLDEN)")
@@ -135,3 +156,11 @@ def test_metrics_of_a_real_vllm() -> None:
     assert gauges.keys() == {"running", "waiting", "kv_usage"}
     assert counters["generation_tokens"] > 0
     assert counters["request_success{abort}"] == 0
+
+
+def test_a_line_that_has_not_changed_is_not_read_again() -> None:
+    one, two = parse_metrics('a{x="1"} 4\nb 1\n'), parse_metrics('b 2\na{x="1"} 4\n')
+    assert two[1] is one[0]
+    assert [(series.name, series.value) for series in two] == [("b", 2.0), ("a", 4.0)]
+    with pytest.raises(TypeError):
+        two[1].labels["x"] = "2"  # type: ignore[index]  # they are shared

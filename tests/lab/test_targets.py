@@ -2,9 +2,7 @@
 
 import asyncio
 import json
-import shutil
 import ssl
-import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -24,23 +22,14 @@ from windtunnel.lab.storm import run_storm
 from windtunnel.lab.target import make_target
 
 
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A certificate for 127.0.0.1 that only it itself vouches for, with its key in one file."""
-    if shutil.which("openssl") is None:
-        pytest.skip("no openssl to make a certificate with")
-    folder = tmp_path_factory.mktemp("tls")
-    words = "openssl req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1"
-    subprocess.run([*words.split(), "-keyout", folder / "key", "-out", folder / "crt"], check=True, capture_output=True)
-    both = folder / "both.pem"
-    both.write_text((folder / "crt").read_text() + (folder / "key").read_text())
-    return both
-
-
 @asynccontextmanager
-async def over_tls(certificate: Path, *defects: str) -> AsyncIterator[str]:
+async def over_tls(certificate: Path, *defects: str, clients: Path | None = None) -> AsyncIterator[str]:
+    """`clients` vouches for those who may come; None: anybody."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate)
+    if clients is not None:
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_verify_locations(clients)
     server = FakeServer(frozenset(defects))
     port = await server.start(tls=context)
     try:

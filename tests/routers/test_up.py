@@ -30,13 +30,14 @@ def on_path(monkeypatch: pytest.MonkeyPatch) -> None:
         ("sglang-pd", "vllm-router"),
         ("vllm-pd", "smg"),
         ("vllm-pd", "vllm-router"),
+        ("vllm-pd-mooncake", "vllm-router"),
     ],
 )
 async def test_a_pair_behind_a_real_router(what: str, router: str) -> None:
     """The text is ours, and nothing is held afterwards."""
     peers.program(router)
-    started = running_sglang if what == "sglang-pd" else running_vllm
-    async with started(router=router) as pd:
+    started = running_sglang(router=router) if what == "sglang-pd" else running_vllm(router, what)
+    async with started as pd:
         answer = (await pd.client.post(f"{pd.up.url}/v1/completions", json=BODY)).json()
         chat = {"model": "windtunnel", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 4, "stream": True}
         stream = (await pd.client.post(f"{pd.up.url}/v1/chat/completions", json=chat)).text

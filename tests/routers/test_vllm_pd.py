@@ -1,5 +1,8 @@
 """vLLM's prefill/decode behind real routers: what is read, what is held, and who is told when a client leaves."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 from tests.compat import peers
 from tests.compat.all import PEERS
@@ -8,7 +11,7 @@ from tests.compat.modes import Mode, Peer
 from tests.compat.shapes import CHAT, COMPLETIONS, OF, PROMPT
 from tests.compat.site import Site, site
 from tests.serve.live import RawClient, request_bytes
-from tests.serve.vllm_pd.pair import at_rest, counters, holds
+from tests.serve.vllm_pd.pair import at_rest, counters, engine_of, holds
 
 MODES = [(peer, mode) for peer in PEERS for mode in peer.modes if mode.pd and mode.engine == "vllm" and not mode.not_run]
 every_mode = pytest.mark.parametrize(("peer", "mode"), MODES, ids=[f"{peer.name}: {mode.name}" for peer, mode in MODES])
@@ -16,7 +19,7 @@ _MANY_BLOCKS = PROMPT + " and on" * 200
 
 
 def test_there_are_modes() -> None:
-    assert {peer.name for peer, _ in MODES} == {"smg", "vllm-router"} and len(MODES) == 3
+    assert {peer.name for peer, _ in MODES} == {"smg", "vllm-router"} and len(MODES) == 4
 
 
 async def _nothing_held(made: Site) -> None:
@@ -63,3 +66,58 @@ async def test_a_client_that_leaves_during_the_prefill_frees_it(peer: Peer, mode
         client.leave("fin")
         await _nothing_held(made)
         assert (decode.asked, holds(prefill.live)) == (0, 0)
+
+
+# Mooncake: vllm-router's mode
+
+MOONCAKE = [(peer, mode) for peer, mode in MODES if mode.connector == "mooncake"]
+mooncake_mode = pytest.mark.parametrize(("peer", "mode"), MOONCAKE, ids=[peer.name for peer, _ in MOONCAKE])
+
+
+@mooncake_mode
+async def test_both_pools_metrics_show_what_mooncake_has_moved(peer: Peer, mode: Mode) -> None:
+    """The prefill writes and observes; the decode counts the whole prompt as loaded from elsewhere."""
+    async with site(mode, peers.program(peer.program)) as made:
+        prefill, decode = (worker.live for worker in made.workers)
+        writes, hits = "vllm:mooncake_bytes_transferred_count", "vllm:external_prefix_cache_hits_total"
+        before = prefill.gauge(writes), decode.gauge(hits)
+        answer = await made.post(COMPLETIONS, OF[COMPLETIONS].body | {"prompt": _MANY_BLOCKS})
+        assert prefill.gauge(writes) == before[0] + 1
+        assert decode.gauge(hits) == before[1] + answer.json()["usage"]["prompt_tokens"]
+        assert prefill.gauge("vllm:mooncake_xfer_time_seconds_count") and not decode.gauge(writes)
+        (one,) = made.workers[1].posts
+        assert one.body["kv_transfer_params"].keys() == {
+            "do_remote_decode", "do_remote_prefill", "transfer_id", "remote_bootstrap_addr", "remote_engine_id"
+        }  # fmt: skip
+        await _nothing_held(made)
+
+
+@mooncake_mode
+@pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
+async def test_a_client_that_leaves_while_mooncake_writes_leaves_no_blocks(peer: Peer, mode: Mode, stream: bool) -> None:
+    """The write goes on into blocks that are nobody's any more; then both are free, and nobody has waited for a time-out."""
+    slow = replace(mode, flags=("--transfer-latency", "10s"))
+    async with site(slow, peers.program(peer.program)) as made:
+        prefill, decode = (worker.live for worker in made.workers)
+        client = await RawClient.connect(made.port)
+        client.send(request_bytes(COMPLETIONS, OF[COMPLETIONS].body | {"prompt": _MANY_BLOCKS, "stream": stream}))
+        assert await made.until(lambda: holds(prefill) and engine_of(decode).outstanding()["loads"])
+        client.leave("rst")
+        assert await made.until(lambda: engine_of(decode).outstanding()["orphaned_loads"])
+        assert holds(prefill) == 1
+        await _nothing_held(made)
+
+
+@mooncake_mode
+@pytest.mark.parametrize(
+    ("more", "right"), [({"prompt": [PROMPT, "[wt:9] b"]}, 1), ({"prompt": PROMPT, "n": 2}, 2)], ids=["two prompts", "n = 2"]
+)
+async def test_several_choices_under_mooncakes_one_transfer_id(
+    peer: Peer, mode: Mode, more: dict[str, Any], right: int
+) -> None:
+    """The router names one transfer for the whole body. One's blocks stay for good; of two prompts one gets the other's."""
+    async with site(mode, peers.program(peer.program)) as made:
+        expected, answer = await made.both(COMPLETIONS, OF[COMPLETIONS].body | more)
+        texts = [[choice["text"] for choice in one.json()["choices"]] for one in (expected, answer)]
+        assert [theirs == ours for theirs, ours in zip(*texts, strict=True)].count(True) == right
+        assert engine_of(made.workers[0].live).outstanding()["stranded"] == 1

@@ -1,7 +1,7 @@
 """A live server with its gRPC listener, and the real grpcio client, in the test's own event loop."""
 
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +50,21 @@ def request(text: str = "storm [wt:7]", *, stream: bool = True, request_id: str 
 async def answer(server: GrpcServer, told: pb.GenerateRequest, **options: Any) -> list[pb.GenerateResponse]:
     """All messages of one call. Raises AioRpcError."""
     return [message async for message in server.stub.Generate(told, timeout=PATIENCE_S, **options)]
+
+
+async def arrived(
+    server: LiveServer, start: Callable[[float | None], Any], deadline_s: float | None, there: Callable[[], bool]
+) -> Any:
+    """The call that `start` begins, once it is there. One whose deadline has come before begins again with a longer one."""
+    jobs = len(server.server.jobs)
+    while True:
+        call = start(deadline_s)
+        await server.until(lambda: there() or call.done())  # noqa: B023  # awaited here
+        if there():
+            return call
+        assert deadline_s is not None, "it has ended by itself"
+        deadline_s *= 4
+        await server.until(lambda: len(server.server.jobs) == jobs)
 
 
 def chunks(messages: Sequence[pb.GenerateResponse]) -> list[pb.GenerateStreamChunk]:

@@ -15,7 +15,7 @@ from windtunnel.serve.server import SimulatorProcess, uvicorn_config
 from windtunnel.serve.state import Server
 from windtunnel.wire.family import WireError
 
-PATIENCE_S = 20
+PATIENCE_S = 60
 """No test waits longer for a state than this; reaching it is a failure, never a pass."""
 FOREVER_NS = 3600 * 10**9
 
@@ -40,13 +40,15 @@ class LiveServer:
         """Running and waiting requests as the gauges say: what the last step has delivered."""
         return self.gauge("vllm:num_requests_running") + self.gauge("vllm:num_requests_waiting")
 
-    def gauge(self, name: str) -> float:
+    def gauge(self, name: str, **labels: str) -> float:
+        """The sum of the samples of this name with these labels."""
         from prometheus_client.parser import text_string_to_metric_families
 
         from windtunnel.wire.metrics import render
 
         text = render(self.server.metrics.store).decode()
-        return sum(s.value for family in text_string_to_metric_families(text) for s in family.samples if s.name == name)
+        samples = [one for family in text_string_to_metric_families(text) for one in family.samples]
+        return sum(one.value for one in samples if one.name == name and labels.items() <= one.labels.items())
 
 
 @contextlib.asynccontextmanager

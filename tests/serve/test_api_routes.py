@@ -1,5 +1,6 @@
 """Routes beside the four streaming families: pooling models, documents, scoring, rendering."""
 
+import asyncio
 import base64
 import json
 import math
@@ -10,7 +11,8 @@ from typing import Any
 import httpx
 import pytest
 from tests.conformance.cases import golden_folder
-from tests.serve.live import FOREVER_NS, LiveServer, RawClient, live, request_bytes
+from tests.own_time import own_time
+from tests.serve.live import FOREVER_NS, PATIENCE_S, LiveServer, RawClient, live, request_bytes
 
 GOLDEN = golden_folder()
 POOLING = {"runner": "pooling"}
@@ -18,7 +20,7 @@ CLASSIFY = {"runner": "pooling", "convert": "classify", "num_labels": 3}
 
 
 def client_of(server: LiveServer) -> httpx.AsyncClient:
-    return httpx.AsyncClient(base_url=server.url, timeout=20)
+    return httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S)
 
 
 async def post(client: httpx.AsyncClient, path: str, **body: Any) -> Any:
@@ -105,6 +107,40 @@ async def test_a_classifier_gives_probabilities() -> None:
         assert (await client.post("/v1/embeddings", json={"input": "x"})).status_code == 404
 
 
+async def test_pooling_answers_have_the_shapes_of_vllm_0_33() -> None:
+    """Ids, usage and refusals as `vllm/entrypoints/pooling` has them (0.33.0)."""
+    usage = {"prompt_tokens", "total_tokens", "completion_tokens", "prompt_tokens_details", "completion_tokens_details"}
+    told = {"headers": {"x-request-id": "r"}}
+    async with live(**POOLING) as server, client_of(server) as client:
+        pooled = (await client.post("/pooling", json={"input": "x"}, **told)).json()
+        assert (pooled["id"], set(pooled["usage"])) == ("pooling-r", usage)
+        ranked = (await client.post("/rerank", json={"query": "x", "documents": "y"}, **told)).json()
+        assert (ranked["id"], set(ranked["usage"])) == ("score-r", {"prompt_tokens", "total_tokens"})
+        (row,) = (await client.post("/score", json={"data_1": "x", "data_2": ["x"]}, **told)).json()["data"]
+        assert math.isclose(row["score"], 1)
+        refusals: list[tuple[str, dict[str, object], str, str | None]] = [
+            ("/pooling", {"input": "x", "dimensions": 8}, "dimensions is currently not supported", "dimensions"),
+            ("/pooling", {"input": "x", "task": "classify"}, "Unsupported task: 'classify'", "task"),
+            ("/pooling", {"input": "x", "task": "encode"}, "`encode` task was removed", "task"),
+            ("/v1/embeddings", {"input": "x", "normalize": True}, "Parameter `normalize` was removed", "normalize"),
+            ("/score", {"text_1": ["a", "b"], "text_2": ["a"]}, "Input lengths must be either 1:1, 1:N or N:N", None),
+            ("/score", {"text_1": "a", "text_2": []}, "At least one text_pair element must be given", None),
+        ]
+        for path, body, message, parameter in refusals:
+            answer = await client.post(path, json=body)
+            assert answer.status_code == 400, path
+            assert message in answer.json()["error"]["message"] and answer.json()["error"]["param"] == parameter
+
+
+async def test_only_a_classifier_of_one_class_scores() -> None:
+    """vLLM 0.33, `enable_scoring_api`."""
+    async with live(**CLASSIFY) as server, client_of(server) as client:
+        assert (await client.post("/score", json={"text_1": "a", "text_2": "b"})).status_code == 404
+        assert (await client.post("/rerank", json={"query": "a", "documents": ["b"]})).status_code == 404
+    async with live(**CLASSIFY | {"num_labels": 1}) as server, client_of(server) as client:
+        assert (await client.post("/score", json={"text_1": "a", "text_2": "b"})).status_code == 200
+
+
 async def test_a_prompt_as_long_as_the_context_is_pooled_and_a_longer_one_refused() -> None:
     async with live(**POOLING, scheduler__max_model_len=64) as server, client_of(server) as client:
         assert (await post(client, "/pooling", input=[7] * 64))["usage"]["prompt_tokens"] == 64
@@ -154,8 +190,103 @@ async def test_keep_alive_comments_are_for_chat_and_completions_only() -> None:
         "/v1/responses": {"input": "hi [wt:5]", "max_output_tokens": 5},
         "/v1/messages": {"model": "wt-model", "messages": [{"role": "user", "content": "hi [wt:5]"}], "max_tokens": 5},
     }
-    async with live(pacing__itl_ns=20_000_000, sse_keep_alive_interval_ns=1_000_000) as server, client_of(server) as client:
-        for path, body in bodies.items():
-            assert ": keep-alive" not in (await client.post(path, json=body | {"stream": True})).text
-        chat = {"messages": [{"role": "user", "content": "hi [wt:5]"}], "max_tokens": 5, "stream": True}
-        assert ": keep-alive" in (await client.post("/v1/chat/completions", json=chat)).text
+    with own_time(asyncio.get_running_loop()):
+        async with live(pacing__itl_ns=20_000_000, sse_keep_alive_interval_ns=1_000_000) as server, client_of(server) as client:
+            for path, body in bodies.items():
+                assert ": keep-alive" not in (await client.post(path, json=body | {"stream": True})).text
+            chat = {"messages": [{"role": "user", "content": "hi [wt:5]"}], "max_tokens": 5, "stream": True}
+            assert ": keep-alive" in (await client.post("/v1/chat/completions", json=chat)).text
+
+
+async def test_derender_gives_what_the_api_itself_would_have_said() -> None:
+    """vLLM 0.33: render, generate and derender are the API in three steps."""
+    said = {"messages": [{"role": "user", "content": "hello [wt:5]"}], "max_tokens": 5, "return_token_ids": True}
+    async with live(enable_scale_out=True) as server, client_of(server) as client:
+        rendered = await post(client, "/v1/chat/completions/render", **said)
+        generated = await post(client, "/inference/v1/generate", **rendered)
+        ids = rendered["token_ids"]
+        asked = {"generate_response": generated, "prompt_tokens": len(ids), "prompt_token_ids": ids, "chat_request": said}
+        back = await post(client, "/v1/chat/completions/derender", **asked)
+        direct = await post(client, "/v1/chat/completions", **said)
+        assert back["id"] == generated["request_id"]
+        changing = ("id", "created", "system_fingerprint")
+        assert {k: v for k, v in back.items() if k not in changing} == {k: v for k, v in direct.items() if k not in changing}
+
+
+async def test_completions_are_derendered_prompt_by_prompt() -> None:
+    async with live(enable_scale_out=True) as server, client_of(server) as client:
+        said: dict[str, Any] = {"prompt": ["one [wt:5]", "two [wt:6]"], "max_tokens": 4, "logprobs": 2}
+        rendered = (await client.post("/v1/completions/render", json=said)).json()
+        generated = [await post(client, "/inference/v1/generate", **one) for one in rendered]
+        counts = [len(one["token_ids"]) for one in rendered]
+        asked = {"generate_responses": generated, "prompt_tokens": counts, "completion_request": said}
+        back = await post(client, "/v1/completions/derender", **asked)
+        direct = await post(client, "/v1/completions", **said)
+        assert [one["text"] for one in back["choices"]] == [one["text"] for one in direct["choices"]]
+        assert [one["logprobs"]["tokens"] for one in back["choices"]] == [
+            one["logprobs"]["tokens"] for one in direct["choices"]
+        ]
+        assert back["usage"] == direct["usage"]
+
+
+async def test_what_ended_an_answer_is_not_in_its_derendered_text() -> None:
+    async with live(enable_scale_out=True) as server, client_of(server) as client:
+        tokenizer = server.server.tokenizer
+        ids = tokenizer.encode(" a holly orange", add_special_tokens=False)
+
+        async def text(token_ids: list[int], stop_reason: object = None, finish: str = "stop", **request: object) -> object:
+            choice = {"index": 0, "finish_reason": finish, "stop_reason": stop_reason, "token_ids": token_ids}
+            asked = {"generate_responses": [{"request_id": "r", "choices": [choice]}]}
+            asked |= {"completion_request": {"prompt": "x", **request}} if request else {}
+            (told,) = (await post(client, "/v1/completions/derender", **asked))["choices"]
+            return told["text"], told["stop_reason"]
+
+        eos = tokenizer.eos_token_id
+        assert await text([*ids, eos]) == (" a holly orange", None)
+        assert await text(ids, finish="length") == (" a holly orange", None)
+        assert await text(ids, stop_reason=ids[-1]) == (" a holly", ids[-1])
+        assert await text(ids, stop_token_ids=[ids[-1]]) == (" a holly", ids[-1])
+        assert await text(ids, stop_reason=" holly") == (" a", " holly")
+        assert await text(ids, stop=[" holly"]) == (" a", " holly")
+        assert await text(ids, stop=[" holly"], include_stop_str_in_output=True) == (" a holly", " holly")
+
+
+async def test_tokens_alone_are_derendered_too() -> None:
+    async with live(enable_scale_out=True) as server, client_of(server) as client:
+        ids = server.server.tokenizer.encode(" a holly", add_special_tokens=False)
+        entry = {"token_id": ids[0], "logprob": -0.5, "top_logprobs": [{"token_id": ids[0], "logprob": -0.5}]}
+        choice = {"index": 0, "finish_reason": "length", "token_ids": ids, "logprobs": {"content": [entry]}}
+        answer = {"request_id": "r", "choices": [choice], "prompt_token_ids": [5, 6], "kv_transfer_params": {"a": 1}}
+        told = await post(client, "/v1/chat/completions/derender", generate_response=answer)
+        assert (told["id"], told["kv_transfer_params"], told["usage"]["prompt_tokens"]) == ("r", {"a": 1}, 0)
+        assert told["usage"]["completion_tokens"] == len(ids)
+        (made,) = told["choices"]
+        assert (made["message"]["role"], made["message"]["content"]) == ("assistant", " a holly")
+        assert [one["token"] for one in made["logprobs"]["content"][0]["top_logprobs"]] == [
+            made["logprobs"]["content"][0]["token"]
+        ]
+        request = {"completion_request": {"prompt": "x", "return_token_ids": True}}
+        (made,) = (await post(client, "/v1/completions/derender", generate_responses=[answer], **request))["choices"]
+        assert (made["prompt_token_ids"], made["token_ids"]) == ([5, 6], ids)
+
+
+async def test_what_cannot_be_derendered_is_refused() -> None:
+    choice = {"index": 0, "token_ids": [7, 8]}
+    answer = {"request_id": "r", "choices": [choice]}
+    refusals: list[tuple[str, dict[str, Any], int, str]] = [
+        ("completions", {"generate_responses": []}, 400, "must not be empty"),
+        ("completions", {"generate_responses": [answer], "prompt_tokens": [1, 2]}, 400, "prompt_tokens length (2) must equal"),
+        ("completions", {"generate_responses": [answer | {"output_mode": "text"}]}, 400, "output_mode"),
+        ("chat/completions", {"generate_response": {"request_id": "r", "choices": [{"index": 0}]}}, 400, "null token_ids"),
+        ("chat/completions", {"generate_response": answer, "model": "none"}, 404, "does not exist"),
+        ("chat/completions", {"generate_chunk": answer, "stream": True}, 501, "not simulated"),
+    ]
+    async with live(enable_scale_out=True, scheduler__max_model_len=64) as server, client_of(server) as client:
+        for path, body, status, told in refusals:
+            refused = await client.post(f"/v1/{path}/derender", json=body)
+            assert (refused.status_code, told in refused.json()["error"]["message"]) == (status, True), refused.text
+    async with live(enable_scale_out=True, reasoning_parser="qwen3") as server, client_of(server) as client:
+        refused = await client.post("/v1/chat/completions/derender", json={"generate_response": answer})
+        assert "chat_request is required" in refused.json()["error"]["message"]
+    async with live() as server, client_of(server) as client:
+        assert (await client.post("/v1/chat/completions/derender", json={"generate_response": answer})).status_code == 403

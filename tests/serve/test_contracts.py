@@ -13,8 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.serve.live import PATIENCE_S, LiveServer, RawClient, request_bytes, serving
 from tests.serve.test_kv_events import subscriber
 
+from windtunnel.ports import free_ports
 from windtunnel.serve.flags import parse_args
-from windtunnel.serve.up.processes import free_ports
 
 ENGINES = ("vllm", "sglang")
 MODEL = "fake-model"

@@ -7,6 +7,7 @@ import pytest
 from tests.serve.live import FOREVER_NS, RawClient, live, request_bytes
 
 from windtunnel.serve import driver as driver_module
+from windtunnel.serve import http11
 from windtunnel.serve.streams import StreamedAnswer
 
 BODY = {"model": "wt-model", "prompt": "audit [wt:1]", "max_tokens": 3, "ignore_eos": True}
@@ -46,6 +47,30 @@ async def test_a_broken_answer_ends_alone(monkeypatch: pytest.MonkeyPatch) -> No
         bystander.leave("fin")
         await server.until(lambda: not server.server.jobs)
         server.server.engine.check_integrity()
+
+
+async def test_time_counts_from_the_arrival_of_the_request_at_the_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with live(pacing__ttft_ns=FOREVER_NS) as server:
+        arrived_ns = driver_module.now_ns()
+        monkeypatch.setattr(http11, "now_ns", lambda: arrived_ns)
+        client = await RawClient.connect(server.port)
+        client.send(request_bytes("/v1/completions", BODY | {"stream": True}))
+        await server.until(lambda: server.states() == ["prefill"])
+        assert [view.arrival_ns for view in server.server.engine.live()] == [arrived_ns]
+        assert server.server.engine.next_event_at() == arrived_ns + FOREVER_NS
+        client.leave("fin")
+
+
+async def test_a_pipelined_request_arrives_when_its_turn_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with live(pacing__ttft_ns=FOREVER_NS) as server:
+        arrived_ns = driver_module.now_ns()
+        monkeypatch.setattr(http11, "now_ns", lambda: arrived_ns)
+        client = await RawClient.connect(server.port)
+        first = b"GET /v1/models HTTP/1.1\r\nHost: test\r\n\r\n"
+        client.send(first + request_bytes("/v1/completions", BODY | {"stream": True}))
+        await server.until(lambda: server.states() == ["prefill"])
+        assert server.server.engine.live()[0].arrival_ns > arrived_ns
+        client.leave("fin")
 
 
 def _breaks(*_args: object) -> None:

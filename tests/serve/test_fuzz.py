@@ -16,7 +16,7 @@ from tests.serve.live import LiveServer, live
 from windtunnel.serve.operations import rules
 from windtunnel.wire.vllm import families
 
-TIMEOUT_S = 20
+TIMEOUT_S = 60
 DEPTH = int(os.environ.get("WINDTUNNEL_FUZZ_DEPTH", "1"))
 """How many times more examples than in a quick run."""
 CONFIG = {

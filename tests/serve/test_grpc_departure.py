@@ -8,7 +8,7 @@ import grpc
 import pytest
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc as rpc
-from tests.serve.grpc_live import GrpcServer, answer, completes, grpc_live, request, streamed_ids
+from tests.serve.grpc_live import GrpcServer, answer, arrived, completes, grpc_live, request, streamed_ids
 from tests.serve.live import FOREVER_NS, PATIENCE_S
 
 PHASES = {
@@ -16,7 +16,7 @@ PHASES = {
     "prefill": {"pacing__ttft_ns": FOREVER_NS},
     "decode": {"pacing__itl_ns": FOREVER_NS},
 }
-DEADLINE_S = 1.0
+DEADLINE_S = 0.25
 
 
 async def occupy(server: GrpcServer) -> None:
@@ -38,11 +38,12 @@ async def test_resources_are_free_within_one_step(
             await occupy(server)
         quiet = live.states()
         channel = grpc.aio.insecure_channel(server.address)
-        call = rpc.VllmEngineStub(channel).Generate(
-            request(stream=stream), timeout=DEADLINE_S if mechanism == "deadline" else None
+        call = await arrived(
+            live,
+            lambda timeout: rpc.VllmEngineStub(channel).Generate(request(stream=stream), timeout=timeout),
+            DEADLINE_S if mechanism == "deadline" else None,
+            lambda: live.states() == [*quiet, phase] and live.published() == len(quiet) + 1,
         )
-        await live.until(lambda: live.states() == [*quiet, phase])
-        await live.until(lambda: live.published() == len(quiet) + 1)
         steps = live.server.driver.steps
         with caplog.at_level(logging.INFO, "windtunnel.serve"):
             if mechanism == "cancel":

@@ -14,7 +14,7 @@ from smg_grpc_proto.generated import sglang_scheduler_pb2 as pb
 from smg_grpc_proto.generated import sglang_scheduler_pb2_grpc as rpc
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm_pb
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc as vllm_rpc
-from tests.serve.grpc_live import GrpcServer, answer, chunks, completes, grpc_live, streamed_ids
+from tests.serve.grpc_live import GrpcServer, answer, arrived, chunks, completes, grpc_live, streamed_ids
 from tests.serve.live import FOREVER_NS, PATIENCE_S, RawClient, request_bytes
 
 from windtunnel.core.tokenizer import BuiltinTokenizer
@@ -40,7 +40,7 @@ def sglang(**values: Any) -> Any:
 def request(text: str = "storm [wt:7]", *, stream: bool = True, request_id: str = "", **options: Any) -> pb.GenerateRequest:
     """Endless unless `max_new_tokens` says otherwise. Options are sampling parameters, or members of the request."""
     members = {name: options.pop(name) for name in list(options) if name in pb.GenerateRequest.DESCRIPTOR.fields_by_name}
-    told = {"ignore_eos": True, "max_new_tokens": 1000, "temperature": 1.0, **options}
+    told = {"ignore_eos": True, "max_new_tokens": 20_000, "temperature": 1.0, **options}
     params = pb.SamplingParams(**{name: value for name, value in told.items() if value is not None})
     ids = pb.TokenizedInput(input_ids=TOKENIZER.encode(text))
     return pb.GenerateRequest(request_id=request_id, tokenized=ids, stream=stream, sampling_params=params, **members)
@@ -172,8 +172,12 @@ async def test_a_client_that_leaves_frees_its_request(phase: str, mechanism: str
             await live.until(lambda: len(live.states()) == 1 and live.states() != ["queued"])
         quiet = live.states()
         channel = grpc.aio.insecure_channel(server.address)
-        call = rpc.SglangSchedulerStub(channel).Generate(request(stream=stream), timeout=1 if mechanism == "deadline" else None)
-        await live.until(lambda: len(live.states()) == len(quiet) + 1)
+        call = await arrived(
+            live,
+            lambda timeout: rpc.SglangSchedulerStub(channel).Generate(request(stream=stream), timeout=timeout),
+            0.25 if mechanism == "deadline" else None,
+            lambda: len(live.states()) == len(quiet) + 1,
+        )
         if mechanism == "cancel":
             call.cancel()
         elif mechanism == "channel":
@@ -188,7 +192,7 @@ async def test_a_client_that_leaves_frees_its_request(phase: str, mechanism: str
 
 
 async def test_abort_ends_the_stream_and_matches_by_prefix() -> None:
-    async with sglang(pacing__itl_ns=1_000_000) as server:
+    async with sglang(pacing__itl_ns=5_000_000) as server:
         calls = {name: server.stub.Generate(request(request_id=name), timeout=PATIENCE_S) for name in ("a", "a-1", "b")}
         await server.live.until(lambda: len(server.live.states()) == 3)
         told = await server.stub.Abort(pb.AbortRequest(request_id="a", reason="Stream dropped"))

@@ -1,9 +1,11 @@
 """Request and response headers (vLLM reference §1.6)."""
 
+import asyncio
 import json
 from typing import Any
 
 import pytest
+from tests.own_time import own_time
 from tests.serve.golden import split
 from tests.serve.live import FOREVER_NS, LiveServer, RawClient, live, request_bytes
 from tests.serve.test_operations import BODY
@@ -81,10 +83,11 @@ async def test_keep_alive_comments_only_while_a_stream_is_silent() -> None:
         for _ in range(3):
             await client.read_until(b": keep-alive\n\n")
         client.leave("fin")
-    async with live(pacing__itl_ns=2_000_000, sse_keep_alive_interval_ns=100_000_000) as server:
-        _, _, answer = await post(server, "/v1/completions", BODY | {"stream": True, "max_tokens": 400})
-        assert answer.count(b": keep-alive") <= 2
-        assert answer.count(b'"text":') == 400
+    with own_time(asyncio.get_running_loop()):
+        async with live(pacing__itl_ns=2_000_000, sse_keep_alive_interval_ns=100_000_000) as server:
+            _, _, answer = await post(server, "/v1/completions", BODY | {"stream": True, "max_tokens": 400})
+            assert answer.count(b": keep-alive") <= 2
+            assert answer.count(b'"text":') == 400
 
 
 async def test_stream_interval_batches_but_not_the_first_and_the_last() -> None:

@@ -2,11 +2,14 @@
 
 import asyncio
 import socket
+from typing import Any
 
 import pytest
 from tests.serve.golden import split
 from tests.serve.live import FOREVER_NS, PATIENCE_S, LiveServer, RawClient, live, request_bytes
 from tests.serve.test_operations import BODY
+
+from windtunnel.serve.http11 import HeadSweeper
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: t\r\nContent-Type: application/json\r\n"
 JSON = b'{"model":"wt-model","prompt":"hi","max_tokens":1}'
@@ -97,24 +100,50 @@ async def test_a_huge_url_is_refused() -> None:
         await is_well(server)
 
 
-async def test_a_slow_head_is_408() -> None:
-    async with live(limits__head_timeout_ns=50_000_000) as server:
+def connections(server: LiveServer) -> list[Any]:
+    return list(server.process.server_state.connections)
+
+
+def sweeper_of(server: LiveServer) -> HeadSweeper:
+    protocol: Any = server.process.config.http_protocol_class
+    sweeper = protocol.sweeper
+    assert isinstance(sweeper, HeadSweeper)
+    return sweeper
+
+
+def heads_are_late(server: LiveServer, since_s: float) -> None:
+    """The sweeper's timer, by hand: whoever's head began before `since_s` has had the time for it, and nobody else."""
+    sweeper, loop = sweeper_of(server), asyncio.get_running_loop()
+    before, sweeper._timeout_s = sweeper._timeout_s, loop.time() - since_s
+    sweeper._sweep(loop)
+    sweeper._timeout_s = before
+
+
+@pytest.mark.parametrize("drips", [0, 3])
+async def test_a_slow_head_is_408(drips: int) -> None:
+    """Also one that drips: its time counts from its first byte."""
+    async with live(limits__head_timeout_ns=FOREVER_NS) as server:
         client = await RawClient.connect(server.port)
         client.send(b"GET /version HTTP/1.1\r\nHost: ")
+        await server.until(lambda: [one._head_bytes for one in connections(server)] == [29])
+        begun_s = asyncio.get_running_loop().time()
+        for count in range(1, drips + 1):
+            client.send(b"t\r\nX-Drip: ")
+            await server.until(lambda: connections(server)[0]._head_bytes == 29 + 11 * count)  # noqa: B023  # awaited here
+        heads_are_late(server, begun_s)
         assert (await client.read_all()).startswith(b"HTTP/1.1 408")
         await is_well(server)
 
 
-async def test_a_head_that_drips_is_408_too() -> None:
-    async with live(limits__head_timeout_ns=100_000_000) as server:
+async def test_a_head_that_is_still_in_its_time_is_waited_for() -> None:
+    async with live(limits__head_timeout_ns=FOREVER_NS) as server:
+        before_s = asyncio.get_running_loop().time()
         client = await RawClient.connect(server.port)
-        client.send(b"GET /version HTTP/1.1\r\n")
-        reading = asyncio.ensure_future(client.read_all())
-        while not reading.done():
-            client.send(b"X-Drip: a\r\n")
-            await asyncio.sleep(0.01)
-        assert reading.result().startswith(b"HTTP/1.1 408")
-        await is_well(server)
+        client.send(b"GET /version HTTP/1.1\r\nHost: ")
+        await server.until(lambda: [one._head_bytes for one in connections(server)] == [29])
+        heads_are_late(server, before_s - 1)
+        client.send(b"t\r\nConnection: close\r\n\r\n")
+        assert (await client.read_all()).startswith(b"HTTP/1.1 200")
 
 
 @pytest.mark.parametrize(
@@ -126,8 +155,8 @@ async def test_idle_connections_are_closed(sent: bytes) -> None:
     async with live(limits__head_timeout_ns=50_000_000, timeout_keep_alive_ns=1_000_000_000) as server:
         client = await RawClient.connect(server.port)
         client.send(sent)
-        async with asyncio.timeout(3):
-            await client.read_all()
+        await client.read_all()
+        sweeper_of(server)._timeout_s = 3600.0
         await is_well(server)
 
 

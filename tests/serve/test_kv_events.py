@@ -15,6 +15,7 @@ from tests.serve.live import PATIENCE_S, LiveServer, RawClient, live, request_by
 from tests.serve.test_operations import call
 
 from windtunnel.core.kv.hashing import wire_hash
+from windtunnel.serve import kv_events
 from windtunnel.serve.config import UsageError
 from windtunnel.serve.engines import host_blocks
 from windtunnel.serve.flags import parse_args
@@ -243,7 +244,8 @@ async def test_cached_tokens_at_the_client_in_the_events_and_in_the_metrics_agre
         assert sum(len(event["token_ids"]) for event in stored) == usage["prompt_tokens"] // 4 * 4
 
 
-async def test_batches_may_wait_for_so_many_events() -> None:
+async def test_batches_may_wait_for_so_many_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("windtunnel.serve.kv_events._BATCH_WAITS_S", 3600.0)
     async with publishing(kv_events__batch_events=25) as (server, _sub):
         publisher = server.server.publishers[0]
         for number in range(20):
@@ -252,12 +254,19 @@ async def test_batches_may_wait_for_so_many_events() -> None:
         assert batches and all(len(batch) >= 25 for batch in batches)
 
 
-async def test_a_batch_waits_for_a_second_at_most() -> None:
+async def test_a_batch_waits_for_a_second_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second is turned by hand."""
+    assert kv_events._BATCH_WAITS_S == 1.0
+    monkeypatch.setattr(kv_events, "_BATCH_WAITS_S", 3600.0)
     async with publishing(kv_events__batch_events=1000) as (server, _sub):
         publisher = server.server.publishers[0]
         await complete(server, words("a "), 1)
         await complete(server, words("b "), 1)
         assert publisher.sequence == 0, "two events are no batch"
+        assert publisher._flush is not None
+        monkeypatch.setattr(kv_events, "_BATCH_WAITS_S", 0.0)
+        publisher._stop_waiting()
+        await complete(server, words("c "), 1)
         await server.until(lambda: publisher.sequence == 1)
         ((_sequence, payload),) = publisher.buffer.since(0)
         index = BlockIndex()
@@ -422,6 +431,17 @@ async def test_aborted_requests_leave_an_exact_stream() -> None:
         assert index.hashes == cached(server)
 
 
+async def test_a_block_tells_the_session_of_the_request_that_stored_it() -> None:
+    async with publishing() as (server, sub):
+        await complete(server, words("one "), session_id="s")
+        await complete(server, words("two "))
+        publisher = server.server.publishers[0]
+        assert publisher.replay is not None
+        batches = [decode(frames[3]) for frames in (await sub.replay(publisher.replay.endpoint, 0))[:-1]]
+        told = [event.get("session_id") for batch in batches for event in batch.events]
+        assert {None, "s"} == set(told)
+
+
 async def test_each_medium_is_exact_with_a_host_and_a_disk_tier() -> None:
     tiers = {"scheduler__kv_offloading_blocks": 15, "scheduler__kv_offloading_disk_blocks": 60}
     async with publishing(**tiers) as (server, sub):
@@ -429,7 +449,7 @@ async def test_each_medium_is_exact_with_a_host_and_a_disk_tier() -> None:
             await complete(server, words(f"w{number % 7} "), 1 + number % 9)
         publisher = server.server.publishers[0]
         assert publisher.replay is not None
-        gpu, cpu, disk = BlockIndex("GPU"), BlockIndex("CPU"), BlockIndex("DISK")
+        gpu, cpu, disk = BlockIndex("GPU"), BlockIndex("CPU"), BlockIndex("STORAGE")
         for frames in (await sub.replay(publisher.replay.endpoint, 0))[:-1]:
             gpu.apply(decode(frames[3]))
             cpu.apply(decode(frames[3]))

@@ -8,6 +8,7 @@ from tests.serve.golden import split
 from tests.serve.live import FOREVER_NS, LiveServer, RawClient, live, request_bytes
 
 from windtunnel.serve.clock import now_ns
+from windtunnel.wire.metrics import render
 
 BODY = {"model": "wt-model", "prompt": "storm [wt:7]", "max_tokens": 50, "ignore_eos": True}
 SLOW = {"dev_mode": True, "pacing__itl_ns": FOREVER_NS}
@@ -157,6 +158,31 @@ async def test_sleep_levels_and_the_metric() -> None:
         await call(server, "POST", "/sleep")
         assert await call(server, "POST", "/wake_up?tags=weights") == (200, {"status": "sleeping", "tags": ["weights"]})
         assert await call(server, "POST", "/wake_up?tags=kv_cache") == (200, {"status": "awake", "tags": ["kv_cache"]})
+
+
+async def test_sleep_operations_are_timed_from_the_first_one_on() -> None:
+    """vLLM 0.33, `entrypoints/serve/dev/sleep/metrics.py`: the series begin with the first operation."""
+    async with live(dev_mode=True) as server:
+        assert "sleep_mode" not in render(server.server.metrics.store).decode()
+        for path in ("/sleep", "/wake_up", "/wake_up", "/release_kv_cache_memory"):
+            assert (await call(server, "POST", path))[0] == 200
+        for operation, times in (("sleep", 1), ("wake", 2), ("release_kv_cache_memory", 1)):
+            assert server.gauge("vllm:sleep_mode_operation_duration_seconds_count", operation=operation) == times
+            assert server.gauge("vllm:sleep_mode_operations_in_flight", operation=operation) == 0
+        assert await call(server, "POST", "/release_kv_cache_memory") == (200, {"status": "kv_cache_released"})
+
+
+async def test_a_sleep_that_waits_is_in_flight() -> None:
+    async with live(**SLOW) as server:
+        client = await start(server, stream=True)
+        waiting = await RawClient.connect(server.port)
+        waiting.send(b"POST /sleep?mode=wait HTTP/1.1\r\nHost: t\r\nConnection: close\r\n\r\n")
+        await server.until(lambda: server.server.engine.control.paused == "wait")
+        assert server.gauge("vllm:sleep_mode_operations_in_flight", operation="sleep") == 1
+        await call(server, "POST", "/resume")
+        assert split(await waiting.read_all())[0] == 200
+        assert server.gauge("vllm:sleep_mode_operations_in_flight", operation="sleep") == 0
+        client.leave("fin")
 
 
 def sleep_state(server: LiveServer) -> str:

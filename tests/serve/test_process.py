@@ -122,7 +122,7 @@ async def test_sigterm_clean_outcome() -> None:
 
 
 async def test_sigterm_hang_outcome_ends_when_the_client_gives_up() -> None:
-    async with serving("--itl", "20ms", "--shutdown-outcome", "hang") as server:
+    async with serving("--itl", "1h", "--shutdown-outcome", "hang") as server:
         stream = await server.streaming()
         server.term()
         await server.refused()

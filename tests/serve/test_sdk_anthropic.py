@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from tests.serve.live import FOREVER_NS, LiveServer, live
+from tests.serve.live import FOREVER_NS, PATIENCE_S, LiveServer, live
 
 anthropic = pytest.importorskip("anthropic")
 
@@ -19,7 +19,7 @@ HELLO = [{"role": "user", "content": "hello [wt:5]"}]
 
 
 def client_of(server: LiveServer) -> "anthropic.AsyncAnthropic":
-    return anthropic.AsyncAnthropic(base_url=server.url, api_key="unused", max_retries=0, timeout=20)
+    return anthropic.AsyncAnthropic(base_url=server.url, api_key="unused", max_retries=0, timeout=PATIENCE_S)
 
 
 async def assert_clean(server: LiveServer) -> None:

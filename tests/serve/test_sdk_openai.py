@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import pytest
 from pydantic import BaseModel
-from tests.serve.live import FOREVER_NS, LiveServer, live
+from tests.serve.live import FOREVER_NS, PATIENCE_S, LiveServer, live
 
 openai = pytest.importorskip("openai")
 
@@ -32,7 +32,7 @@ class Weather(BaseModel):
 
 
 def client_of(server: LiveServer) -> "openai.AsyncOpenAI":
-    return openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=20)
+    return openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=PATIENCE_S)
 
 
 async def assert_clean(server: LiveServer) -> None:

@@ -113,10 +113,12 @@ async def test_a_full_queue(path: str, stream: bool) -> None:
 
 
 async def test_the_waiting_timeout_is_a_503() -> None:
-    settings = {"sglang__req_waiting_timeout_ns": 10**9, "pacing__time_scale": 100.0}
-    async with talking(**PHASES["queued"], **settings) as (server, client):
-        task = await begun(server, client, "queued", "/v1/completions")
-        response = await task
+    """The first request must not wait itself, so the limit comes after it."""
+    async with talking(**PHASES["queued"], pacing__time_scale=100.0) as (server, client):
+        started(client.post("/generate", json=BODIES["/generate"]))
+        await server.until(lambda: server.states() == ["prefill"])
+        server.server.reconfigure({"req_waiting_timeout": 1})
+        response = await client.post("/v1/completions", json=BODIES["/v1/completions"])
         assert (response.status_code, response.json()["message"]) == (503, "Request waiting timeout reached.")
 
 

@@ -5,7 +5,7 @@ import logging
 
 import httpx
 import pytest
-from tests.serve.live import LiveServer, RawClient, request_bytes
+from tests.serve.live import PATIENCE_S, LiveServer, RawClient, request_bytes
 from tests.serve.sglang_live import BODIES, NEVER_NS, PHASES, sample, sglang, talking
 
 DECODING = {"pacing__itl_ns": NEVER_NS}
@@ -34,7 +34,7 @@ async def left(server: LiveServer, path: str, phase: str, mechanism: str, *, str
     if at_once(path, stream, phase):
         await client.head()
     client.leave(mechanism)
-    async with httpx.AsyncClient() as other:
+    async with httpx.AsyncClient(timeout=PATIENCE_S) as other:
         for _ in range(3):
             assert (await other.get(f"{server.url}/v1/models")).status_code == 200
 

@@ -70,6 +70,34 @@ def test_members_and_order() -> None:
     assert decode(EventCodec("array").encode(3.5, events, 1)) == decode(EventCodec().encode(3.5, events, 1))
 
 
+def test_a_tiers_event_is_vllms_placeholder_without_what_is_not_known() -> None:
+    """vLLM 0.33, `OffloadingEventsTracker._placeholder_stored`: members that are null by default are left out of a map."""
+    event = BlockStored((b"\1" * 32,), None, (), 0, None, (), "STORAGE")
+    _, (told,), _ = msgpack.unpackb(EventCodec().encode(3.5, (event,), 0))
+    assert told == {
+        "type": "BlockStored",
+        "block_hashes": [0x0101010101010101],
+        "parent_block_hash": None,
+        "token_ids": [],
+        "block_size": 0,
+        "lora_id": None,
+        "medium": "STORAGE",
+        "lora_name": None,
+        "group_idx": 0,
+    }
+    _, (told,), _ = msgpack.unpackb(EventCodec("array").encode(3.5, (event,), 0))
+    assert told == ["BlockStored", [0x0101010101010101], None, [], 0, None, "STORAGE", None, None, 0, None]
+
+
+def test_the_session_that_stored_a_block_is_in_maps() -> None:
+    """vLLM 0.33; the array form is older than the member."""
+    event = BlockStored((b"\1" * 32,), None, (7, 8), 2, None, (None,), session_id="s")
+    _, (told,), _ = msgpack.unpackb(EventCodec().encode(3.5, (event,), 0))
+    assert list(told)[-2:] == ["kv_cache_spec_kind", "session_id"] and told["session_id"] == "s"
+    _, (told,), _ = msgpack.unpackb(EventCodec("array").encode(3.5, (event,), 0))
+    assert told[-1] == "full_attention"
+
+
 @needs_golden
 @pytest.mark.parametrize("part", ["main_cases", "all_blocks_cleared_sample"])
 def test_recorded_payloads_come_back_byte_for_byte(part: str) -> None:

@@ -3,7 +3,6 @@
 from tests.core.vllm.kv_rig import Pair, answer
 
 from windtunnel.wire.vllm.metrics import VllmMetrics, cache_config_labels
-from windtunnel.wire.vllm.nixl_metrics import COUNTERS, HISTOGRAMS
 
 
 def metrics(kv_role: str | None) -> VllmMetrics:
@@ -58,11 +57,31 @@ def test_without_a_connector_there_is_nothing_of_it() -> None:
     assert not any("nixl" in line or "kv_fetch" in line for line in text(metrics(None)))
 
 
+def bounds(shown: VllmMetrics, stem: str) -> list[float]:
+    lines = [line for line in text(shown) if line.startswith(f"vllm:{stem}_bucket{{")]
+    told = [line.partition('le="')[2].partition('"')[0] for line in lines]
+    return [float(one) for one in told if one != "+Inf"]
+
+
 def test_buckets_are_those_of_the_reference() -> None:
-    bounds = {stem: buckets for stem, (_text, buckets) in HISTOGRAMS.items()}
-    assert (bounds["nixl_xfer_time_seconds"][0], bounds["nixl_xfer_time_seconds"][-1]) == (0.005, 5)
-    assert (bounds["nixl_post_time_seconds"][0], bounds["nixl_post_time_seconds"][-1]) == (0.001, 5)
-    assert (bounds["nixl_bytes_transferred"][0], bounds["nixl_bytes_transferred"][-1]) == (2**11, 2**33)
-    assert bounds["nixl_bytes_transferred"] == tuple(2048 * 4**power for power in range(12))
-    assert bounds["nixl_num_descriptors"] == (10, 20, 30, 50, 75, 100, 200, 400, 1000, 2000, 4000, 10000, 20000, 50000)
-    assert len(COUNTERS) == 4
+    nixl = metrics("kv_both")
+    assert (bounds(nixl, "nixl_xfer_time_seconds")[0], bounds(nixl, "nixl_xfer_time_seconds")[-1]) == (0.005, 5)
+    assert (bounds(nixl, "nixl_post_time_seconds")[0], bounds(nixl, "nixl_post_time_seconds")[-1]) == (0.001, 5)
+    assert bounds(nixl, "nixl_bytes_transferred") == [2048 * 4**power for power in range(12)]
+    assert bounds(nixl, "nixl_num_descriptors") == [
+        10, 20, 30, 50, 75, 100, 200, 400, 1000, 2000, 4000, 10000, 20000, 50000
+    ]  # fmt: skip
+    assert sum(line.startswith("vllm:nixl") and "_total{" in line for line in text(nixl)) == 4
+
+
+def test_mooncake_has_series_of_its_own() -> None:
+    labels = cache_config_labels(block_size=16, num_gpu_blocks=65, max_model_len=1024)
+    shown = VllmMetrics("m", [0], 1024, labels, lambda: 0.0, kv_role="kv_producer", kv_mode="mooncake")
+    assert not any("nixl" in line for line in text(shown))
+    names = {line.split()[2] for line in text(shown) if line.startswith("# TYPE vllm:mooncake") and "_created" not in line}
+    assert names == {
+        "vllm:mooncake_xfer_time_seconds", "vllm:mooncake_bytes_transferred", "vllm:mooncake_num_descriptors",
+        "vllm:mooncake_num_failed_transfers_total", "vllm:mooncake_num_failed_recvs_total",
+        "vllm:mooncake_num_kv_expired_reqs_total",
+    }  # fmt: skip
+    assert bounds(shown, "mooncake_bytes_transferred") == [2048 * 4**power for power in range(12)]

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from windtunnel.core.lifecycle import Event, State, Transition, next_state
 from windtunnel.core.outputs import FinishReason, StepOutput, StepStats, TokenOutput
-from windtunnel.core.request import EngineRequest
+from windtunnel.core.request import EngineRequest, MediaItem
 from windtunnel.core.units import MS, S
 from windtunnel.wire.metrics import Histogram, Value, render
-from windtunnel.wire.vllm.metrics import VllmMetrics, cache_config_labels, token_buckets
+from windtunnel.wire.vllm.metrics import MEDIA_KEPT, VllmMetrics, cache_config_labels, token_buckets
 
 
 class Words:
@@ -238,6 +238,38 @@ def test_engines_are_counted_apart() -> None:
     assert bench.value("request_success", "stop", rank=3) == 1
     assert bench.value("request_success", "stop", rank=0) == 0
     assert (bench.value("num_requests_running", rank=0), bench.value("num_requests_running", rank=3)) == (0, 1)
+
+
+def media(name: str, *identifiers: str, parent: str | None = None) -> EngineRequest:
+    items = tuple(MediaItem(identifier, 0, 1) for identifier in identifiers)
+    return EngineRequest(name, (1, 2), Words(), max_tokens=4, arrival_ns=0, parent_id=parent, media=items)
+
+
+def test_media_are_looked_up_once_for_a_prompt_and_told_with_the_next_step() -> None:
+    """vLLM 0.33: the front end's processor cache counts items; its numbers travel with the engine's statistics."""
+    bench = Bench()
+
+    def told() -> tuple[float, float]:
+        bench.metrics.on_step(0, StepOutput(1, stats=StepStats(0, 0, 0, 0.0)), 1)
+        return bench.value("mm_cache_queries"), bench.value("mm_cache_hits")
+
+    bench.metrics.on_submitted(0, [media("a", "cat", "dog", "cat"), media("b", "dog")])
+    assert bench.value("mm_cache_queries") == 0
+    assert told() == (4, 2)
+    bench.metrics.on_submitted(0, [media(name, "cow", parent="p") for name in ("0_p", "1_p")])
+    assert told() == (5, 2)
+    bench.metrics.reset_media()
+    bench.metrics.on_submitted(0, [media("c", "cat")])
+    assert told() == (6, 2)
+
+
+def test_the_media_that_are_remembered_are_the_last_ones() -> None:
+    bench = Bench()
+    for number in range(MEDIA_KEPT + 1):
+        bench.metrics.on_submitted(0, [media(str(number), f"item{number}")])
+    bench.metrics.on_submitted(0, [media("last", f"item{MEDIA_KEPT}"), media("first", "item0")])
+    bench.metrics.on_step(0, StepOutput(1, stats=StepStats(0, 0, 0, 0.0)), 1)
+    assert (bench.value("mm_cache_queries"), bench.value("mm_cache_hits")) == (MEDIA_KEPT + 3, 1)
 
 
 def test_sleep_states_exclude_each_other() -> None:

@@ -122,6 +122,15 @@ def test_faults_of_the_engine_input_stage_are_late(fields: dict[str, Any], param
     assert (generation.late_error.status, generation.late_error.param) == (400, param)
 
 
+def test_a_session_is_the_bodys_then_the_headers_then_the_extra_arguments() -> None:
+    """vLLM 0.33, `GenerateBaseServing._get_session_id`."""
+    named = {"prompt": "a", "session_id": "body", "vllm_xargs": {"session_id": "extra"}}
+    assert plan(completions, named, x_session_id="header").session_id == "body"
+    assert plan(completions, named | {"session_id": None}, x_session_id="header").session_id == "header"
+    assert plan(completions, named | {"session_id": None}).session_id == "extra"
+    assert plan(completions, {"prompt": "a", "vllm_xargs": {"session_id": 7}}).session_id is None
+
+
 def test_rank_and_priority_come_from_headers() -> None:
     generation = plan(
         completions, {"prompt": "a", "priority": 3}, x_vllm_priority="7", x_data_parallel_rank="1", x_request_id="r"

@@ -24,12 +24,20 @@ METADATA = AgentMetadata("e", agent_bytes("127.0.0.1:7"), [], 0, 100, [], "HND",
 
 
 def test_a_request_is_what_vllm_sends() -> None:
-    assert msgspec.msgpack.decode(encode_request(3)) == [b"get_meta_msg", 3]
-    assert decode_request(msgspec.msgpack.encode((b"get_meta_msg", 0))) == 0
+    """A pipeline rank and a tensor-parallel rank (vLLM 0.33, `_nixl_handshake`); its listener breaks on anything else."""
+    assert msgspec.msgpack.decode(encode_request(3)) == [b"get_meta_msg", 0, 3]
+    assert decode_request(msgspec.msgpack.encode((b"get_meta_msg", 0, 1))) == (0, 1)
 
 
 @pytest.mark.parametrize(
-    "request_", [b"", b"\xff", msgspec.msgpack.encode([b"other", 1]), msgspec.msgpack.encode([b"get_meta_msg", -1])]
+    "request_",
+    [
+        b"",
+        b"\xff",
+        *map(
+            msgspec.msgpack.encode, ([b"other", 0, 1], [b"get_meta_msg", 1], [b"get_meta_msg", 0, -1], [b"get_meta_msg", -1, 0])
+        ),
+    ],
 )
 def test_other_requests_are_refused(request_: bytes) -> None:
     with pytest.raises(SideChannelError):

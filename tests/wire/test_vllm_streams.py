@@ -32,6 +32,20 @@ def test_completion_frames_of_the_recorded_release() -> None:
     assert done == "[DONE]"
 
 
+@pytest.mark.parametrize("family", [completions, chat])
+@pytest.mark.parametrize("included", [False, True])
+def test_a_beam_that_ends_names_the_end_token_and_does_not_count_it(family: Any, included: bool) -> None:
+    """vLLM 0.33, `BeamSearchOnlineMixin`: unless the stop string is to be included."""
+    eos = TOKENIZER.eos_token_id
+    body = {"use_beam_search": True, "n": 2, "return_token_ids": True, "include_stop_str_in_output": included}
+    generation = plan(family, body | ({"prompt": "a"} if family is completions else {"messages": HELLO}))
+    ended, other = ChoiceResult(0, 0, " x", (1, eos), "stop", None), ChoiceResult(1, 0, " y z", (2, 3), "length", None)
+    told = whole(family, generation, ended, other, usage=Usage(3, 4))
+    assert [choice["stop_reason"] for choice in told["choices"]] == [eos, None]
+    assert [choice["token_ids"] for choice in told["choices"]] == [[1, eos] if included else [1], [2, 3]]
+    assert told["usage"]["completion_tokens"] == (4 if included else 3)
+
+
 def test_completion_frames_of_the_described_release_have_more_members() -> None:
     generation = plan(completions, {"prompt": "a", "stream": True})
     first, last, _done = stream(completions, generation, Delta(0, " x", (1,)), _last(Delta(0, " y", (2,))))

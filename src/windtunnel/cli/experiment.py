@@ -49,7 +49,9 @@ def run(
     ready_url: Annotated[str | None, typer.Option(help="Answers 200 when a server is ready, with {port}")] = None,
     time_scale: Annotated[float, typer.Option(min=0.001, max=1_000, help="Divides the durations of pacing and storm")] = 1.0,
     aa: Annotated[str | None, typer.Option(help="control or treatment: run this arm against itself")] = None,
-    looks: Annotated[int, typer.Option(min=1, max=20, help="Test so often and stop at the first effect; alpha is shared")] = 1,
+    looks: Annotated[
+        int, typer.Option(min=1, max=20, help="Test so often and stop at the first effect; alpha is spent over them")
+    ] = 1,
     plan: Annotated[bool, typer.Option("--plan", help="Print how many trials would be needed, and run nothing")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress; only the result")] = False,
     owned: Annotated[bool, typer.Option("--i-own-this-target", help="Allow arms that are not on this machine")] = False,

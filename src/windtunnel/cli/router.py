@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 HELP = """usage: windtunnel router --worker-urls URL [URL…]
        windtunnel router --pd-disaggregation --prefill URL [BOOTSTRAP_PORT] --decode URL
        windtunnel router --vllm-pd-disaggregation --prefill URL --decode URL
+       windtunnel router --vllm-pd-disaggregation --kv-connector mooncake --prefill URL [BOOTSTRAP_PORT] --decode URL
 
   --host, --port        where to listen (127.0.0.1, 30000)
   --worker-urls         plain workers, in turns
@@ -22,6 +23,7 @@ HELP = """usage: windtunnel router --worker-urls URL [URL…]
 
   --vllm-pd-disaggregation  first one prefill, then one decode with what it answered, as the llm-d sidecar. The header
                         x-prefiller-host-port names the prefill (one of --prefill, else 403); without it they take turns
+  --kv-connector        nixl (as above) or mooncake: both at once, as vLLM's example proxy; without the flags that follow
   --header-only         no header, no prefill, as the real sidecar
   --prefill-sampling    of several endpoints in the header a random one, not the first
   --prefill-retries     after a prefill's 502, 503 or 504 (0), with --prefill-retry-backoff (100ms) between them
@@ -63,6 +65,7 @@ def parse(args: Sequence[str]) -> "RouterConfig":
         "prefill": lambda values: (prefill_address(values[0], values[1] if len(values) > 1 else None),),
         "decode": lambda values: tuple(worker_url(value) for value in values),
         "vllm-pd-disaggregation": lambda values: True,
+        "kv-connector": lambda values: _connector(_one("kv-connector", values)),
         "header-only": lambda values: True,
         "prefill-sampling": lambda values: True,
         "decode-after-departure": lambda values: True,
@@ -72,13 +75,19 @@ def parse(args: Sequence[str]) -> "RouterConfig":
     }
     told = _read(args, readers)
     sidecar = {field: told.pop(field) for field in _SIDECAR.values() if field in told}
+    connector = told.pop("kv-connector", None)
+    if connector is not None and not told.get("vllm"):
+        raise ValueError("--kv-connector needs --vllm-pd-disaggregation")
+    if connector == "mooncake" and sidecar:
+        raise ValueError("--header-only, --between-legs and their like are the sidecar's: leave them out with mooncake")
     if told.pop("vllm", False):
-        told["sidecar"] = SidecarConfig(**sidecar)
+        told |= {"mooncake": True} if connector == "mooncake" else {"sidecar": SidecarConfig(**sidecar)}
     elif sidecar:
         raise ValueError("--header-only, --between-legs and their like need --vllm-pd-disaggregation")
     return RouterConfig(**told)
 
 
+_CONNECTORS = ("nixl", "mooncake")
 _SIDECAR = {
     "header-only": "header_only",
     "prefill-sampling": "sampling",
@@ -129,6 +138,12 @@ def _one(name: str, values: list[str]) -> str:
     if len(values) != 1:
         raise ValueError(f"--{name} takes one value, not {len(values)}")
     return values[0]
+
+
+def _connector(value: str) -> str:
+    if value not in _CONNECTORS:
+        raise ValueError(f"--kv-connector is {value!r}: must be one of {', '.join(_CONNECTORS)}")
+    return value
 
 
 def _number(name: str, value: str, most: int) -> int:

@@ -5,10 +5,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from windtunnel.cli.exits import FINDING, OK
+from windtunnel.cli.exits import FINDING, INCONCLUSIVE, OK
 
 if TYPE_CHECKING:
-    from windtunnel.lab.selftest import Case, Run
+    from windtunnel.lab.selftest import Case, Run, Turn
+    from windtunnel.lab.selftest_log import RunLog
 
 
 def register(app: typer.Typer) -> None:
@@ -20,26 +21,65 @@ def selftest(
     only: Annotated[list[str] | None, typer.Option(help="This defect only; may be repeated")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the order, the prompts and the servers")] = 0,
     jobs: Annotated[int, typer.Option(min=1, max=32, help="Servers at a time")] = 1,
-    out: Annotated[Path | None, typer.Option(help="Write the document to this file, too")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for selftest.json, and runs.jsonl with each run as it ends")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the runs that the folder of --out has")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout")] = False,
 ) -> None:
     """Say how well the lab finds what is planted, and how often it cries wolf.
 
-    Exit codes: 0 every defect is named right in 19 of 20 runs and no clean server raises anything, 1 otherwise, 2 usage.
+    Exit codes: 0 every defect is named right in 19 of 20 runs and no clean server raises anything, 1 otherwise, 2 usage,
+    3 stopped before all servers were tried.
     """
     import json
 
-    from windtunnel.cli.glue import run_stoppable
-    from windtunnel.lab.selftest import run_selftest, selftest_document
+    from windtunnel.lab.selftest_log import head_of
 
     cases = _cases(only or [])
-    done = run_stoppable(lambda stop: run_selftest(cases, runs=runs, seed=seed, jobs=jobs, stop=stop, tell=_tell))
-    document = selftest_document(done)
+    head = head_of(cases, runs, seed)
+    document = {**_run(cases, head, jobs, _log(out, cases, head, resume=resume)), **head}
     text = json.dumps(document, indent=2)
     if out is not None:
-        out.write_text(text + "\n", "utf-8")
+        (out / "selftest.json").write_text(text + "\n", "utf-8")
     typer.echo(text) if as_json else _print(document)
-    raise typer.Exit(OK if document["goal_met"] else FINDING)
+    raise typer.Exit(OK if document["goal_met"] else FINDING if document["complete"] else INCONCLUSIVE)
+
+
+def _log(out: Path | None, cases: "list[Case]", head: dict[str, Any], *, resume: bool) -> "RunLog | None":
+    from windtunnel.cli.glue import fail
+    from windtunnel.lab.selftest_log import LogError, RunLog
+
+    if out is None:
+        return fail("--resume: name the folder with --out") if resume else None
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        path = out / "runs.jsonl"
+        return RunLog.go_on(path, head, cases) if resume else RunLog.begin(path, head)
+    except (OSError, LogError) as error:
+        fail(str(error))
+
+
+def _run(cases: "list[Case]", head: dict[str, Any], jobs: int, log: "RunLog | None") -> dict[str, Any]:
+    """Servers start from the sources each time: a document over sources that have changed meanwhile is incomplete."""
+    from windtunnel.cli.glue import run_stoppable
+    from windtunnel.lab.document import environment, versions
+    from windtunnel.lab.selftest import run_selftest, schedule, selftest_document
+    from windtunnel.lab.selftest_log import code_state
+
+    order = schedule(cases, head["runs"], head["seed"])
+    before = log.done if log is not None else {}
+    done = list(before.values())
+
+    def tell(turn: "Turn", run: "Run") -> None:
+        done.append(run)
+        if log is not None:
+            log.add(turn, run)
+        _tell(run, len(done), len(order))
+
+    todo = [turn for turn in order if turn not in before]
+    run_stoppable(lambda stop: run_selftest(todo, jobs=jobs, stop=stop, tell=tell))
+    changed = code_state() != head["code"]
+    document = selftest_document(done, len(order), one_state=not changed)
+    return {**document, "jobs": jobs, "versions": versions(), "environment": environment()}
 
 
 def _cases(only: list[str]) -> "list[Case]":
@@ -76,5 +116,9 @@ def _print(document: dict[str, Any]) -> None:
         if rate is not None:
             low, high = interval["low"], interval["high"]
             typer.echo(f"{title}: {rate:.1%} of {document[f'{total}_runs']} runs (95 %: {low:.1%}…{high:.1%})")
+    if not document["complete"]:
+        tried = document["faulty_runs"] + document["clean_runs"]
+        why = "" if document["one_state"] else "; the sources changed meanwhile, so they are not of one state of the code"
+        typer.echo(f"incomplete: {tried} of {document['planned']} servers were tried{why}")
     for alarm in document["false_alarms"]:
         typer.echo(f"false alarm, seed {alarm['seed']}: {alarm['unusable'] or alarm['findings']}")

@@ -13,9 +13,12 @@ if TYPE_CHECKING:
     from windtunnel.lab.plan import StormPlan
     from windtunnel.lab.record import StormResult
     from windtunnel.lab.target import Target
+    from windtunnel.lab.trust import Trust
 
 HOW_HELP = "fin, rst, half-close, stop-reading, timeout-retry, abort-id, kill, or a comma list that victims take in turns"
-WHEN_HELP = "incomplete, sent, queued, prefill, transfer, between-legs, head, tokens:N, end:N, after:50ms, or a comma list"
+WHEN_HELP = (
+    "incomplete, sent, queued, prefill, decode, transfer, between-legs, head, tokens:N, end:N, after:50ms, or a comma list"
+)
 
 SET_HELP = "KEY=VALUE of the table `storm` of an experiment file, such as ramp=2s or victim.n=2; may be repeated"
 
@@ -51,6 +54,12 @@ def storm(
     request_timeout: Annotated[str, typer.Option(help="How long one request may take")] = "30s",
     header: Annotated[list[str] | None, typer.Option(help="NAME: VALUE, sent with every request; may be repeated")] = None,
     metrics_url: Annotated[list[str] | None, typer.Option(help="Where metrics are read; may be repeated")] = None,
+    ca: Annotated[
+        str | None, typer.Option(help="PEM file that vouches for the target, in place of the machine's store")
+    ] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Verify no certificate")] = False,
+    client_cert: Annotated[str | None, typer.Option(help="PEM file of the certificate to come with")] = None,
+    client_key: Annotated[str | None, typer.Option(help="PEM file of its key, when that is another one")] = None,
     watch: Annotated[list[str] | None, typer.Option(help="A further gauge, by its full name; may be repeated")] = None,
     seed: Annotated[int, typer.Option(help="Seed of prompts and tags")] = 0,
     max_requests: Annotated[int, typer.Option(help="Limit of requests in all")] = 2_000,
@@ -77,7 +86,8 @@ def storm(
 
     try:
         plan = storm_plan(with_settings(_values(context.params), setting or []), seed=seed)
-        target = _target(url, model, header or [], metrics_url or [], watch or [])
+        trust = _trust(ca, client_cert, client_key, insecure=insecure)
+        target = _target(url, model, header or [], metrics_url or [], watch or [], trust)
         if dry_run:
             typer.echo(describe(target, plan))
             return
@@ -117,12 +127,23 @@ def _values(options: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _target(url: str, model: str | None, headers: list[str], metrics: list[str], watch: list[str]) -> "Target":
+def _trust(ca: str | None, client_cert: str | None, client_key: str | None, *, insecure: bool) -> "Trust":
+    """Raises ValueError naming the flag."""
+    from windtunnel.lab.trust import Trust, check_trust
+
+    try:
+        return check_trust(Trust(ca, insecure, client_cert, client_key))
+    except ValueError as error:
+        name, _, why = str(error).partition(":")
+        raise ValueError(f"--{name.replace('_', '-')}:{why}") from None
+
+
+def _target(url: str, model: str | None, headers: list[str], metrics: list[str], watch: list[str], trust: "Trust") -> "Target":
     """Nothing is sent yet: a model that is not named is `MODEL`."""
     from windtunnel.lab.target import make_target
 
     pairs = dict(_header(line) for line in headers)
-    return make_target(url, model or "MODEL", headers=pairs, metrics_urls=metrics, watch=watch)
+    return make_target(url, model or "MODEL", headers=pairs, metrics_urls=metrics, watch=watch, trust=trust)
 
 
 def _header(line: str) -> tuple[str, str]:
@@ -144,7 +165,9 @@ async def _run(
     from windtunnel.lab.target import find_model
 
     if find:
-        target = replace(target, model=await unless_stopped(find_model(target.origin.url, target.headers), stop))
+        target = replace(
+            target, model=await unless_stopped(find_model(target.origin.url, target.headers, target.origin.trust), stop)
+        )
     with storm_watch(quiet=quiet) as watch:
         return target, await run_storm(target, plan, stop=stop, on_event=watch.event, on_view=watch.view, pid=pid)
 

@@ -19,7 +19,9 @@ def register(app: typer.Typer) -> None:
 
 
 def up(
-    what: Annotated[str, typer.Argument(help="vllm, sglang, sglang-pd, vllm-pd, or a TOML file with [[server]] tables")],
+    what: Annotated[
+        str, typer.Argument(help="vllm, sglang, sglang-pd, vllm-pd, vllm-pd-mooncake, or a TOML file with [[server]] tables")
+    ],
     port: Annotated[int, typer.Option(min=0, max=65535, help="The router's port; 0 picks a free one")] = 0,
     worker_port: Annotated[list[str] | None, typer.Option(help="NAME=PORT of a server; may be repeated")] = None,
     workers: Annotated[int, typer.Option(min=1, max=64, help="How many servers (vllm, sglang)")] = 2,

@@ -43,6 +43,14 @@ class Pacing(Protocol):
         ...
 
 
+def begun_at(waits_since_ns: int, looked_ns: int, now_ns: int) -> int:
+    """From when on the time to first token of a sequence counts that is admitted at `now_ns`.
+
+    Whoever came after the queue was last looked at has waited for nothing but a late driver, which costs it nothing.
+    """
+    return waits_since_ns if waits_since_ns > looked_ns else now_ns
+
+
 @dataclass(frozen=True, slots=True)
 class StepPacing:
     """step = base + prefill_token x tokens + decode_seq x sequences; all in nanoseconds."""

@@ -8,23 +8,26 @@ import os
 import re
 import shlex
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from windtunnel.core.units import MS, S, format_duration, parse_duration_ns
-from windtunnel.lab.connection import ConnectionCut, MalformedResponse, Origin, fetch, parse_origin
+from windtunnel.lab.connection import GRPC, ConnectionCut, MalformedResponse, Origin, fetch, parse_origin
 from windtunnel.lab.experiment_file import Arm, Environment
+from windtunnel.lab.target import plain_origin
+from windtunnel.ports import free_ports
 
 Result = TypeVar("Result")
 READY_POLL_NS = 50 * MS
 TERM_PATIENCE_NS = 5 * S
-EXIT_GRACE_NS = 50 * MS
-"""So long after its sockets have closed, a process that ended may still be on its way to its parent."""
+EXIT_POLL_NS = 50 * MS
+EXIT_TRIES = 100
+"""On a busy machine a process that ended may take so long, five seconds, from the end of its sockets to its parent."""
 LOG_TAIL_BYTES = 2_000
 LOG_LIMIT_BYTES = 16 * 1024 * 1024
 """What a server writes beyond is dropped."""
@@ -62,18 +65,39 @@ class Running:
     """Its stdout and stderr together; None for a server that was running already."""
     pid: int | None = None
     """The process that was started here."""
+    port: int = 0
     more_ports: tuple[int, ...] = (0, 0, 0)
-    """Further ports for the arm's command (`{port2}`, `{port3}`, `{port4}`)."""
+    """The ports for the arm's command (`{port}`; `{port2}`, `{port3}`, `{port4}`)."""
     process: asyncio.subprocess.Process | None = None
 
     async def exit_status(self) -> int | None:
-        """The status with which the server has ended by itself; None while it runs, or was not started here."""
+        """The status with which the server has ended by itself; None while it runs, or was not started here.
+
+        One that accepts connections runs.
+        """
         if self.process is None:
             return None
-        with suppress(TimeoutError):
-            async with asyncio.timeout(EXIT_GRACE_NS / 1e9):
-                await self.process.wait()
+        for _ in range(EXIT_TRIES):
+            if self.process.returncode is not None or await _accepts(self.url):
+                break
+            with suppress(TimeoutError):
+                async with asyncio.timeout(EXIT_POLL_NS / 1e9):
+                    await self.process.wait()
         return self.process.returncode
+
+
+async def _accepts(url: str) -> bool:
+    """Or is too busy to."""
+    origin = parse_origin(url)
+    try:
+        async with asyncio.timeout(EXIT_POLL_NS / 1e9):
+            _, writer = await asyncio.open_connection(origin.host, origin.port)
+    except TimeoutError:
+        return True
+    except OSError:
+        return False
+    writer.close()
+    return True
 
 
 def fill(template: str, *, port: int, time_scale: float, seed: int, more_ports: Sequence[int] = (0, 0, 0)) -> str:
@@ -99,15 +123,6 @@ def fill(template: str, *, port: int, time_scale: float, seed: int, more_ports: 
     return _PLACEHOLDER.sub(one, template)
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports that are free at this moment, all different."""
-    with ExitStack() as held:
-        probes = [held.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
-
-
 @asynccontextmanager
 async def running(
     arm: Arm, log: Path, *, time_scale: float, seed: int, stop: asyncio.Event | None = None
@@ -118,20 +133,22 @@ async def running(
     """
     stop = stop or asyncio.Event()
     if arm.url is not None:
-        await _wait_ready(arm.ready_url or arm.url, arm.ready_timeout_ns, None, log, stop)
+        await _wait_ready(ready_url(arm), arm, None, log, stop)
         yield Running(arm.url, None)
         return
     assert arm.command is not None
     port, *more = free_ports(4)
-    words = [fill(word, port=port, more_ports=more, time_scale=time_scale, seed=seed) for word in shlex.split(arm.command)]
+    filled = partial(fill, port=port, more_ports=more, time_scale=time_scale, seed=seed)
+    words = [filled(word) for word in shlex.split(arm.command)]
     mark = f"{os.getpid()}-{port}"
     process = await _start(words, arm.env, log, mark)
     cutting = asyncio.create_task(_keep_short(log))
     try:
-        ready = fill(arm.ready_url or "http://127.0.0.1:{port}/health", port=port, time_scale=time_scale, seed=seed)
-        await _wait_ready(ready, arm.ready_timeout_ns, process, log, stop)
+        ready = filled(arm.ready_url or "http://127.0.0.1:{port}/health")
+        await _wait_ready(ready, arm, process, log, stop)
         origin = parse_origin(ready)
-        yield Running(f"{origin.scheme}://{origin.authority}", log, process.pid, tuple(more), process)
+        base = filled(arm.target) if arm.target else f"{origin.scheme}://{origin.authority}"
+        yield Running(base, log, process.pid, port, tuple(more), process)
     finally:
         cutting.cancel()
         try:
@@ -139,6 +156,17 @@ async def running(
         finally:
             kill_marked(mark)
             _finish_log(log)
+
+
+def ready_url(arm: Arm) -> str:
+    """Where a server that is running already answers 200 by HTTP/1.1; a gRPC worker's metrics do."""
+    assert arm.url is not None
+    if arm.ready_url:
+        return arm.ready_url
+    origin = parse_origin(arm.url)
+    if origin.scheme not in GRPC:
+        return plain_origin(origin).url
+    return arm.metrics_urls[0].partition("?")[0] if arm.metrics_urls else f"http://{origin.authority}/metrics"
 
 
 async def _keep_short(log: Path) -> None:
@@ -182,13 +210,11 @@ async def _start(words: list[str], env: Mapping[str, str], log: Path, mark: str)
             raise Environment(f"cannot start {shlex.join(words)}: {error}") from error
 
 
-async def _wait_ready(
-    url: str, timeout_ns: int, process: asyncio.subprocess.Process | None, log: Path, stop: asyncio.Event
-) -> None:
+async def _wait_ready(url: str, arm: Arm, process: asyncio.subprocess.Process | None, log: Path, stop: asyncio.Event) -> None:
     origin = parse_origin(url)
-    root = Origin(origin.scheme, origin.host, origin.port)
+    root = replace(origin.root, trust=arm.tls.trust)
     try:
-        async with asyncio.timeout(timeout_ns / 1e9):
+        async with asyncio.timeout(arm.ready_timeout_ns / 1e9):
             while not await _answers(root, origin.prefix or "/"):
                 if process is not None and process.returncode is not None:
                     raise Environment(f"the server exited with {process.returncode} before it was ready{_tail(log)}")
@@ -196,7 +222,7 @@ async def _wait_ready(
                     raise Stopped
                 await asyncio.sleep(READY_POLL_NS / 1e9)
     except TimeoutError:
-        raise Environment(f"{url} did not answer 200 within {format_duration(timeout_ns)}{_tail(log)}") from None
+        raise Environment(f"{url} did not answer 200 within {format_duration(arm.ready_timeout_ns)}{_tail(log)}") from None
 
 
 async def _answers(origin: Origin, path: str) -> bool:

@@ -5,10 +5,10 @@ import json
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from windtunnel.lab.connection import GRPC, HTTP2, Connection, ConnectionCut, How, MalformedResponse, Origin, fetch
+from windtunnel.lab.connection import GRPC, HTTP2, Connection, ConnectionCut, How, MalformedResponse, fetch
 from windtunnel.lab.dialects import DIALECTS
 from windtunnel.lab.plan import Api, Moment, Trigger
 from windtunnel.lab.record import Ask, End, Lag, StreamRecord
@@ -255,7 +255,7 @@ async def _abort_by_id(recorder: "_Recorder") -> None:
     request_id = recorder.response_id or prefix + ask.request_id
     if kind == "vllm" and ask.api is Api.COMPLETIONS:
         request_id += "-0"
-    root = Origin(session.target.plain.scheme, session.target.origin.host, session.target.origin.port)
+    root = replace(session.target.origin.root, scheme=session.target.plain.scheme)
     for path, body in _ABORT_ROUTES[kind]:
         if (await fetch(root, "POST", path, session.target.headers, body(request_id))).status == 200:
             return

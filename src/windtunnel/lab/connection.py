@@ -11,16 +11,17 @@ drains the socket all the time, so that is the usual case.
 import asyncio
 import json
 import socket
-import ssl
 import struct
 import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+
+from windtunnel.lab.trust import USUAL, Trust
 
 HEAD_LIMIT_BYTES = 64 * 1024
 CHUNK_LIMIT_BYTES = 4 * 1024 * 1024
@@ -78,6 +79,12 @@ class Origin:
     host: str
     port: int
     prefix: str = ""
+    trust: Trust = USUAL
+
+    @property
+    def root(self) -> "Origin":
+        """Without the prefix."""
+        return replace(self, prefix="")
 
     @property
     def authority(self) -> str:
@@ -143,7 +150,7 @@ class Connection:
     @classmethod
     async def open(cls, origin: Origin, *alpn: str) -> "Connection":
         """`alpn`: the protocols that are offered over TLS. Raises OSError when nothing answers there."""
-        context = ssl.create_default_context() if origin.scheme in TLS else None
+        context = origin.trust.context() if origin.scheme in TLS else None
         if context is not None and alpn:
             context.set_alpn_protocols(alpn)
         reader, writer = await asyncio.open_connection(origin.host, origin.port, ssl=context, limit=HEAD_LIMIT_BYTES)

@@ -6,6 +6,7 @@ times); aborts counted never exceed aborts made (SGLang reference §11.3). Real 
 baseline and the last sample saw no client; bounded from both sides: whoever left near its end may be counted as finished.
 """
 
+from windtunnel.lab.dialects import DIALECTS
 from windtunnel.lab.record import End, Sample, StormResult, StreamRecord
 
 _FINISHED = ("stop", "length", "repetition")
@@ -15,8 +16,8 @@ _SGLANG_ABORTS = "num_aborted_requests"
 
 _PD_LEGS = frozenset({"num_prefill_inflight_queue_reqs", "num_decode_transfer_queue_reqs"})
 """With the metrics of both sides of a P/D pair every request is counted on either leg."""
-LEASES = "nixl_num_kv_expired_reqs"
-"""Holds of a prefill that nobody ended. A vLLM with this counter is one side of such a pair."""
+LEASES = ("nixl_num_kv_expired_reqs", "mooncake_num_kv_expired_reqs")
+"""Holds of a prefill that nobody ended. A vLLM with one of these counters is one side of such a pair."""
 
 
 def _countable(result: StormResult) -> Sample | None:
@@ -25,7 +26,8 @@ def _countable(result: StormResult) -> Sample | None:
     if settled is None or not settled.usable or result.interrupted or not result.streams:
         return None
     base = result.baseline
-    if any(base.gauges.get(key) for key in ("running", "waiting")) or set(base.gauges) >= _PD_LEGS or LEASES in base.counters:
+    one_leg = set(base.gauges) >= _PD_LEGS or any(key in base.counters for key in LEASES)
+    if one_leg or any(base.gauges.get(key) for key in ("running", "waiting")):
         return None
     return settled
 
@@ -91,7 +93,7 @@ def _finished(result: StormResult, settled: Sample) -> list[str]:
 
 
 def _unmade(result: StormResult, settled: Sample, beyond: float) -> list[str]:
-    """Whoever was counted as finished unseen must have been computed: every request asks for all of its tokens.
+    """Whoever was counted as finished unseen must have been computed: a request asks for all of its tokens, if its API lets it.
 
     Only where one word is one token (the oracle's servers). Those that lacked least are taken to be the ones.
     """
@@ -99,7 +101,7 @@ def _unmade(result: StormResult, settled: Sample, beyond: float) -> list[str]:
     if made is None or not result.oracle or beyond < 1:
         return []
     records = _since_baseline(result)
-    unseen = sorted(stream.ask.max_tokens - len(stream.words) for stream in records for _ in range(_unseen(stream)))
+    unseen = sorted(_lacking(stream) for stream in records for _ in range(_unseen(stream)))
     needed = sum(len(stream.words) for stream in records) + sum(unseen[: int(beyond)])
     if made >= needed:
         return []
@@ -107,6 +109,11 @@ def _unmade(result: StormResult, settled: Sample, beyond: float) -> list[str]:
         f"{beyond:g} requests were counted as finished whose clients had left; together with what clients read that takes"
         f" {needed} tokens, but {made:g} were made"
     ]
+
+
+def _lacking(stream: StreamRecord) -> int:
+    """How many tokens at least were to be made beyond those that its client read."""
+    return stream.ask.max_tokens - len(stream.words) if DIALECTS[stream.ask.api].fixed_length else 0
 
 
 def _unseen(stream: StreamRecord) -> int:

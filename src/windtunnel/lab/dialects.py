@@ -28,6 +28,8 @@ class Dialect(NamedTuple):
     body: Callable[[str, Ask], Payload]
     """Of model and request, without `stream`."""
     reader: Callable[[], Reader]
+    fixed_length: bool = True
+    """Whether a request can ask for all of its tokens, whatever the model would say."""
 
 
 def _options(ask: Ask, budget: str) -> Payload:
@@ -149,6 +151,6 @@ DIALECTS: Mapping[Api, Dialect] = {
     Api.COMPLETIONS: Dialect(_completion_body, _OpenAi),
     Api.CHAT: Dialect(_chat_body, _OpenAi),
     Api.GENERATE: Dialect(_generate_body, _Generate),
-    Api.MESSAGES: Dialect(_messages_body, _Messages),
+    Api.MESSAGES: Dialect(_messages_body, _Messages, fixed_length=False),
     Api.RESPONSES: Dialect(_responses_body, _Responses),
 }

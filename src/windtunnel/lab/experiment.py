@@ -15,16 +15,17 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from windtunnel.lab.arms import LOG_LIMIT_NOTE, Running, Stopped, count_patterns, fill, is_cut, running
+from windtunnel.lab.arms import LOG_LIMIT_NOTE, Running, Stopped, count_patterns, fill, is_cut, ready_url, running
 from windtunnel.lab.connection import parse_origin
 from windtunnel.lab.document import environment as machine
 from windtunnel.lab.document import plan_document, storm_document, versions
 from windtunnel.lab.experiment_file import Arm, ArmName, Environment, Experiment, Prediction, at_key
 from windtunnel.lab.findings import Severity
+from windtunnel.lab.looks import level_at
 from windtunnel.lab.plan import StormPlan, check_target_allowed
 from windtunnel.lab.redact import redact, redact_file, secrets_of
 from windtunnel.lab.storm import run_storm
-from windtunnel.lab.target import TargetError, check_hosts, find_model, make_target
+from windtunnel.lab.target import SettingError, TargetError, check_hosts, find_model, make_target
 from windtunnel.lab.verdict import decide, effect_document, holds, observed
 from windtunnel.lab.view import StormEvent, StormView
 
@@ -48,7 +49,7 @@ class Options:
     aa: ArmName | None = None
     """Run this arm against itself: what differs then is noise."""
     looks: int = 1
-    """Test so often, evenly over the trials, and stop at the first significant effect. Each look has alpha / looks."""
+    """Test so often, evenly over the trials, and stop at the first significant effect (`lab.looks`)."""
     out: Path | None = None
     source: str | None = None
     """The name or file that the experiment was loaded by; None: its own name."""
@@ -108,7 +109,7 @@ def _check_templates(experiment: Experiment, options: Options) -> None:
     for name in ARMS:
         arm = experiment.arm(name)
         urls = [(f"metrics_urls.{number}", url) for number, url in enumerate(arm.metrics_urls)]
-        for key, template in (("command", arm.command), ("ready_url", arm.ready_url), *urls):
+        for key, template in (("command", arm.command), ("target", arm.target), ("ready_url", arm.ready_url), *urls):
             try:
                 fill(template or "", port=0, time_scale=1.0, seed=0)
             except ValueError as error:
@@ -164,15 +165,20 @@ def _environment_error(trial: Mapping[str, Any]) -> str | None:
 
 
 def _significant_already(experiment: Experiment, options: Options, trials: Mapping[ArmName, list[dict[str, Any]]]) -> bool:
-    """Whether a look is due after this trial, and sees the effect at its share of alpha (Bonferroni over the looks)."""
-    pairs = len(trials["control"])
-    if options.looks < 2 or pairs != len(trials["treatment"]) or experiment.effect.margin is not None:
+    """Whether a look is due after this trial, and sees the effect at its level."""
+    if len(trials["control"]) != len(trials["treatment"]):
         return False
-    due = {experiment.trials * look // options.looks for look in range(1, options.looks)}
-    if pairs not in due:
+    level = _level(experiment, options, trials, experiment.effect.alpha)
+    if level is None:
         return False
     effect = effect_document(experiment.effect, valid(trials["control"]), valid(trials["treatment"]))
-    return effect["p_value"] is not None and effect["p_value"] < experiment.effect.alpha / options.looks
+    return effect["p_value"] is not None and effect["p_value"] < level
+
+
+def _level(experiment: Experiment, options: Options, trials: Mapping[ArmName, Sequence[Any]], alpha: float) -> float | None:
+    """Of the look that is due after these trials; an equivalence is not looked at before the end."""
+    looks = 1 if experiment.effect.margin is not None else options.looks
+    return level_at(len(trials["control"]), experiment.trials, looks, alpha)
 
 
 def _tell(
@@ -211,7 +217,7 @@ class _Trial:
         except Stopped:
             document = {**_empty_trial(), "interrupted": "stopped"}
         except (TargetError, Environment, ValueError) as failure:
-            message = redact(str(failure), _secrets(self.experiment))
+            message = redact(self._told(failure), _secrets(self.experiment))
             if first:
                 raise Environment(f"{self.name}, trial {self.trial + 1}: {message}") from failure
             document = {**_empty_trial(), "error": message}
@@ -222,10 +228,16 @@ class _Trial:
         redact_file(log, _secrets(self.experiment))
         return {**head, "error": None, **document, "race_reports": races, "log_matches": matches}
 
+    def _told(self, failure: Exception) -> str:
+        """A setting by its key and line in the file."""
+        if not isinstance(failure, SettingError):
+            return str(failure)
+        return f"{at_key(self.options.source or self.experiment.name, ['arms', self.name, failure.key])}: {failure.told}"
+
     async def _storm(self, log: Path, plan: StormPlan, tell: Callable[..., None]) -> dict[str, Any]:
         arm = self.experiment.arm(self.name)
         if arm.url is not None:
-            for url in (arm.url, arm.ready_url or arm.url):
+            for url in (arm.url, ready_url(arm)):
                 check_target_allowed(parse_origin(url).host, owned=self.options.owned)
         async with running(arm, log, time_scale=self.options.time_scale, seed=plan.seed, stop=self.stop) as server:
             watch = _DeathWatch(server, tell)
@@ -240,9 +252,11 @@ class _Trial:
             return document if status is None else _died(document, status)
 
     async def _blow(self, arm: Arm, server: Running, plan: StormPlan, watch: "_DeathWatch") -> dict[str, Any]:
-        model = arm.model or await find_model(server.url, arm.headers)
-        sources = [fill(one, port=0, more_ports=server.more_ports, time_scale=1.0, seed=0) for one in arm.metrics_urls]
-        target = make_target(server.url, model, headers=arm.headers, metrics_urls=sources, watch=arm.watch)
+        check_target_allowed(parse_origin(server.url).host, owned=self.options.owned)
+        model = arm.model or await find_model(server.url, arm.headers, arm.tls.trust)
+        filled = partial(fill, port=server.port, more_ports=server.more_ports, time_scale=1.0, seed=0)
+        sources = [filled(one) for one in arm.metrics_urls]
+        target = make_target(server.url, model, headers=arm.headers, metrics_urls=sources, watch=arm.watch, trust=arm.tls.trust)
         check_hosts(target, owned=self.options.owned)
         result = await run_storm(target, plan, stop=self.stop, on_event=watch.on_event, on_view=watch.on_view, pid=server.pid)
         lost = f"client processes were lost: {result.untried}" if result.lost_clients and not result.interrupted else None
@@ -337,8 +351,10 @@ def make_document(
         {**one.model_dump(), "holds": holds(one, good[one.arm]), "observed": observed(one, good[one.arm])}
         for one in experiment.predictions
     ]
-    effect = effect_document(experiment.effect, good["control"], good["treatment"])
-    effect |= {"aa": options.aa is not None, "looks": options.looks}
+    confidence = 1 - (_level(experiment, options, trials, 0.05) or 0.05)
+    effect = effect_document(experiment.effect, good["control"], good["treatment"], confidence)
+    level = _level(experiment, options, trials, experiment.effect.alpha)
+    effect |= {"aa": options.aa is not None, "looks": options.looks, "level": level or experiment.effect.alpha}
     complete = not interrupted and environment is None and all(good.values())
     errors = [trial["error"] for name in ARMS for trial in trials[name] if trial["error"] is not None]
     verdict, why = decide([one["holds"] for one in predictions], effect, complete=complete, errors=errors)
@@ -384,7 +400,7 @@ def _unpredicted(findings: Sequence[Mapping[str, Any]]) -> str:
 
 def _arm_document(experiment: Experiment, name: ArmName, trials: list[dict[str, Any]]) -> dict[str, Any]:
     arm = experiment.arm(name)
-    return {"text": arm.text, "command": arm.command, "url": arm.url, "trials": trials}
+    return {"text": arm.text, "command": arm.command, "url": arm.url, "target": arm.target, "trials": trials}
 
 
 def _findings(trials: Mapping[ArmName, list[dict[str, Any]]]) -> list[dict[str, Any]]:

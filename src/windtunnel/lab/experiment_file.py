@@ -12,10 +12,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from windtunnel.core.units import S, parse_duration_ns
-from windtunnel.lab.connection import How
+from windtunnel.lab.connection import How, parse_origin
 from windtunnel.lab.plan import (
     COMPLETION_BYSTANDER,
     METRICS_BYSTANDER,
@@ -28,8 +28,11 @@ from windtunnel.lab.plan import (
     StormPlan,
     Trigger,
     check_plan,
+    check_spoken,
     parse_trigger,
 )
+from windtunnel.lab.target import parse_metrics_url
+from windtunnel.lab.trust import Trust, check_trust
 
 FILE_LIMIT_BYTES = 1024 * 1024
 BUILT_INS = "windtunnel.experiments"
@@ -56,6 +59,21 @@ def _triggers(value: object) -> object:
     return tuple(_trigger(one) for one in value) if isinstance(value, list | tuple) else value
 
 
+_PORT = re.compile(r"\{port\d?\}")
+
+
+def _base_url(url: str) -> str:
+    """Ports of its own are filled in when the arm is started."""
+    parse_origin(_PORT.sub("1", url))
+    return url
+
+
+def _metrics_url(url: str) -> str:
+    parse_metrics_url(_PORT.sub("1", url), named="")
+    return url
+
+
+BaseUrl = Annotated[str, AfterValidator(_base_url)]
 DurationNs = Annotated[int, BeforeValidator(_duration), Field(ge=0)]
 
 
@@ -198,12 +216,32 @@ class StormSection(_Section):
         )
 
 
+class TlsSection(_Section):
+    """Whom an arm's TLS trusts and as whom the lab comes (`lab.trust`); paths are relative to where the command runs."""
+
+    ca: str | None = None
+    insecure: bool = False
+    client_cert: str | None = None
+    client_key: str | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> "TlsSection":
+        check_trust(self.trust)
+        return self
+
+    @property
+    def trust(self) -> Trust:
+        return Trust(self.ca, self.insecure, self.client_cert, self.client_key)
+
+
 class Arm(_Section):
     """One arm: a command that the lab starts, or a server that is running already."""
 
     text: str = ""
     command: str | None = None
-    url: str | None = None
+    url: BaseUrl | None = None
+    target: BaseUrl | None = None
+    """With a command: where the storm blows, when that is not the address of `ready_url`, or not by HTTP/1.1."""
     ready_url: str | None = None
     ready_timeout_ns: DurationNs = Field(60 * S, alias="ready_timeout")
     env: dict[str, str] = {}
@@ -211,8 +249,9 @@ class Arm(_Section):
     """Name → regular expression, counted by line in the arm's stdout and stderr."""
     model: str | None = None
     headers: dict[str, str] = {}
-    metrics_urls: tuple[str, ...] = ()
+    metrics_urls: tuple[Annotated[str, AfterValidator(_metrics_url)], ...] = ()
     watch: tuple[str, ...] = ()
+    tls: TlsSection = TlsSection()
     storm: dict[str, Any] = {}
     """What this arm's storm has otherwise than the `[storm]` table; `{ victims = 0 }` makes it an arm without a storm."""
 
@@ -220,12 +259,20 @@ class Arm(_Section):
     def _check(self) -> "Arm":
         if (self.command is None) == (self.url is None):
             raise ValueError("give either command or url")
+        if self.url is not None and self.target is not None:
+            raise ValueError("target belongs to a command; with url, the url is the target")
         for name, pattern in self.log_patterns.items():
             try:
                 re.compile(pattern)
             except re.error as error:
                 raise ValueError(f"log_patterns.{name} is not a regular expression: {error}") from None
         return self
+
+    @property
+    def scheme(self) -> str:
+        """What the storm speaks."""
+        base = self.url or self.target or self.ready_url
+        return parse_origin(_PORT.sub("1", base)).scheme if base else "http"
 
 
 class Arms(_Section):
@@ -279,8 +326,20 @@ class Experiment(_Section):
         if twice:
             raise ValueError(f"predictions: the id {min(twice)!r} is used twice")
         for name in ("control", "treatment"):
-            check_plan(self.plan(name, seed=0, time_scale=1.0))
+            self._check_storm(name)
         return self
+
+    def _check_storm(self, name: ArmName) -> None:
+        """Raises ValueError with the path of the key in the file, where the plan's error names one."""
+        plan, arm = self.plan(name, seed=0, time_scale=1.0), self.arm(name)
+        speaks = ""
+        try:
+            check_plan(plan)
+            speaks = f"; the {name} arm speaks {arm.scheme}"
+            check_spoken(plan, arm.scheme)
+        except PlanError as error:
+            own = str(error).partition(":")[0] in arm.storm
+            raise ValueError(f"{f'arms.{name}.storm' if own else 'storm'}.{error}{speaks}") from None
 
     def plan(self, name: ArmName, *, seed: int, time_scale: float) -> StormPlan:
         """The storm of one arm."""
@@ -344,11 +403,18 @@ def at_key(source: str, where: Sequence[str | int]) -> str:
     return f"{source}{f':{line}' if line else ''}: {'.'.join(str(part) for part in where)}"
 
 
+_NAMED = re.compile(r"((?:storm|arms)\.[\w.]+): ")
+"""A message about the whole file that names a key."""
+
+
 def _problem(problem: Mapping[str, Any], text: str, source: str) -> str:
     where = [part for part in problem["loc"] if not (isinstance(part, str) and part.startswith(("function-", "float", "str")))]
+    message = str(problem["msg"]).removeprefix("Value error, ")
+    if not where and (named := _NAMED.match(message)):
+        where = named[1].split(".")
     line = find_line(text, where)
     key = ".".join(str(part) for part in where) or "the file"
-    message = str(problem["msg"]).removeprefix("Value error, ").removeprefix(f"{key}: ")
+    message = message.removeprefix(f"{key}: ")
     return f"{source}:{line}: {key}: {message}" if line else f"{source}: {key}: {message}"
 
 

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -13,7 +14,6 @@ from windtunnel.lab.client import Leave, Session, run_request
 from windtunnel.lab.connection import GRPC, How
 from windtunnel.lab.plan import Moment, Role, Shape, StormPlan, Trigger
 from windtunnel.lab.process_facts import alive
-from windtunnel.lab.pulse import lag_ns
 from windtunnel.lab.record import DirectCheck, DrainRecord, End, KnownPair, StreamRecord
 from windtunnel.lab.sampler import Sampler, ScrapeError, scrape
 from windtunnel.lab.target import MetricsUrl, find_context, gauges_of, read_gauges
@@ -21,8 +21,10 @@ from windtunnel.lab.target import MetricsUrl, find_context, gauges_of, read_gaug
 KNOWN_SHAPE = Shape(prompt_words=8, max_tokens=24)
 DIRECT_TOKENS = 20_000
 POLL_NS = 20 * MS
-READ_ON_S = 2.0
-"""A process that has ended has closed its sockets; so long may it take the lab to read that."""
+TURNS = 150
+"""So many polls streams are given to begin before the signal, and to end once the process has ended and its sockets are closed.
+Not seconds: what a busy machine does not give to the lab does not count.
+"""
 DIRECT_ATTEMPTS = 3
 """A worker that frees one of so many at once is not to blame."""
 
@@ -121,15 +123,17 @@ class Extras:
         plan, session = self._plan, self._session
         asks = [self._maker.ask(Role.BYSTANDER, 0, plan.victim) for _ in range(plan.drain)]
         begun = [asyncio.ensure_future(run_request(session, ask)) for ask in asks]
-        await asyncio.sleep(4 * plan.sample_every_ns / 1e9)
+        await self._at_work(begun)
         sent_ns, exited_ns = session.now_ns(), None
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)
-        while exited_ns is None and self._awake_ns(sent_ns) < plan.drain_deadline_ns:
+        for _ in range(-(-plan.drain_deadline_ns // POLL_NS)):
             await asyncio.sleep(POLL_NS / 1e9)
-            exited_ns = None if alive(pid) else session.now_ns() - sent_ns
-        if exited_ns is not None and begun:
-            await asyncio.wait(begun, timeout=READ_ON_S)
+            if not alive(pid):
+                exited_ns = session.now_ns() - sent_ns
+                break
+        if exited_ns is not None:
+            await _some_turns(begun, lambda: not all(task.done() for task in begun))
         done = [task for task in begun if task.done()]
         for task in begun:
             task.cancel()
@@ -137,7 +141,17 @@ class Extras:
         ends = Counter(task.result().end.value for task in done)
         self.drained = DrainRecord(len(begun), len(begun) - len(done), exited_ns, plan.drain_deadline_ns, dict(ends))
 
-    def _awake_ns(self, since_ns: int) -> int:
-        """The time since then, without what this machine did not give to the lab."""
-        now_ns = self._session.now_ns()
-        return now_ns - since_ns - lag_ns(self._session.lags, since_ns, now_ns)
+    async def _at_work(self, begun: Sequence["asyncio.Task[StreamRecord]"]) -> None:
+        """Until the server has each of these requests: a stream has begun to come, anything else was sent some time ago."""
+        stages = self._session.stages
+        early = ("incomplete", "sent") if self._plan.victim.stream else ("incomplete",)
+        await asyncio.sleep(4 * self._plan.sample_every_ns / 1e9)
+        await _some_turns(begun, lambda: any(stages[stage] for stage in early))
+
+
+async def _some_turns(begun: Sequence["asyncio.Task[StreamRecord]"], wanted: Callable[[], bool]) -> None:
+    """While it is wanted, but no more than `TURNS`."""
+    for _ in range(TURNS if begun else 0):
+        if not wanted():
+            return
+        await asyncio.wait(begun, timeout=POLL_NS / 1e9)

@@ -369,9 +369,13 @@ def _cancel_miscounted(result: StormResult) -> Iterator[str]:
 
 def _lease_expired(result: StormResult) -> Iterator[str]:
     """Between two samples; the last one that is usable counts."""
-    last = next((sample for sample in reversed(result.samples) if sample.usable and LEASES in sample.counters), None)
-    if last is not None and (rise := last.counters[LEASES] - result.baseline.counters.get(LEASES, 0.0)) > 0:
-        yield f"prefills gave up the KV of {rise:g} requests that no decode had read: it was held for the whole lease"
+    last = next((sample for sample in reversed(result.samples) if sample.usable), None)
+    if last is None:
+        return
+    for key in LEASES:
+        rise = last.counters.get(key, 0.0) - result.baseline.counters.get(key, 0.0)
+        if rise > 0:
+            yield f"prefills gave up the KV of {rise:g} requests that no decode had read: it was held for the whole lease"
 
 
 def _drain_timeout(result: StormResult) -> Iterator[str]:

@@ -127,7 +127,7 @@ def _channel(origin: Origin, address: str, options: list[tuple[str, int]]) -> gr
     if origin.scheme not in TLS:
         return grpc.aio.insecure_channel(address, options=options)
     named: list[tuple[str, Any]] = [*options, ("grpc.ssl_target_name_override", origin.host)]
-    return grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(), options=named)
+    return grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(*origin.trust.grpc_files()), options=named)
 
 
 async def look(origin: Origin) -> Worker:

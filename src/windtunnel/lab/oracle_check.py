@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from windtunnel.core import oracle
+from windtunnel.lab.dialects import DIALECTS
 from windtunnel.lab.record import Ask, Damage, End, StreamRecord, TextFault
 
 _PROBE_WORDS = 4
@@ -77,6 +78,7 @@ def judge(records: Iterable[StreamRecord], known: Known, *, exact_length: bool) 
     """The records with their texts checked. `exact_length`: one token is one word here, so a finished text is whole."""
     out = []
     for record in records:
-        whole = record.ask.max_tokens if record.end is End.FINISHED and exact_length else None
+        all_asked_for = DIALECTS[record.ask.api].fixed_length or record.finish_reason == "max_tokens"
+        whole = record.ask.max_tokens if record.end is End.FINISHED and exact_length and all_asked_for else None
         out.append(replace(record, fault=check_text(record.ask.tag, record.words, known, whole=whole)))
     return out

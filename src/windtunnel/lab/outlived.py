@@ -10,7 +10,7 @@ distance between two samples. So a time is bounded from below:
   and the end of a connection that came before them was there to be read.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
@@ -59,9 +59,19 @@ def live(result: StormResult, sample: Sample) -> float | None:
 
 def usual_ns(result: StormResult) -> int:
     """The longest distance between two samples that counts in full."""
-    times = [sample.at_ns for sample in result.samples if sample.usable]
-    gaps = [two - one for one, two in pairwise(times)]
-    return round(_USUAL * max(result.plan.sample_every_ns, median(gaps) if gaps else 0))
+    return usual_gap_ns([sample.at_ns for sample in result.samples if sample.usable], result.plan.sample_every_ns)
+
+
+def usual_gap_ns(times_ns: Sequence[int], every_ns: int) -> int:
+    gaps = [two - one for one, two in pairwise(times_ns)]
+    return round(_USUAL * max(every_ns, median(gaps) if gaps else 0))
+
+
+def watched_ns(times_ns: Sequence[int], since_ns: int, every_ns: int) -> int:
+    """How much of the time from `since_ns` to the last of these samples is witnessed by them."""
+    most_ns = usual_gap_ns(times_ns, every_ns)
+    later = [at_ns for at_ns in times_ns if at_ns >= since_ns]
+    return sum(min(two - one, most_ns) for one, two in pairwise([since_ns, *later]))
 
 
 def judged(result: StormResult) -> list[Sample]:

@@ -29,7 +29,7 @@ class Role(Enum):
 class Moment(Enum):
     """The state a victim is in when it leaves.
 
-    QUEUED, PREFILL, TRANSFER and BETWEEN are states of the target: read from `/debug/requests` where the target has it,
+    QUEUED, PREFILL, DECODE, TRANSFER and BETWEEN are states of the target: read from `/debug/requests` where the target has it,
     otherwise inferred from its gauges (`lab.states`). The others are seen by the client itself.
     """
 
@@ -37,6 +37,8 @@ class Moment(Enum):
     SENT = "sent"
     QUEUED = "queued"
     PREFILL = "prefill"
+    DECODE = "decode"
+    """Words are being made: what a client that does not stream cannot see."""
     TRANSFER = "transfer"
     """The KV cache is on its way from prefill to decode worker."""
     BETWEEN = "between-legs"
@@ -50,7 +52,7 @@ class Moment(Enum):
     @property
     def of_target(self) -> bool:
         """A state that only the target knows."""
-        return self in (Moment.QUEUED, Moment.PREFILL, Moment.TRANSFER, Moment.BETWEEN)
+        return self in (Moment.QUEUED, Moment.PREFILL, Moment.DECODE, Moment.TRANSFER, Moment.BETWEEN)
 
 
 class Api(Enum):
@@ -115,8 +117,8 @@ def parse_trigger(text: str) -> Trigger:
     except ValueError:
         pass
     raise PlanError(
-        f"when: {text!r} is none of incomplete, sent, queued, prefill, transfer, between-legs, head, tokens:N (N > 0),"
-        " end:N (N tokens before the last), after:DURATION (after:50ms)"
+        f"when: {text!r} is none of incomplete, sent, queued, prefill, decode, transfer, between-legs, head,"
+        " tokens:N (N > 0), end:N (N tokens before the last), after:DURATION (after:50ms)"
     )
 
 
@@ -356,7 +358,7 @@ def _check_hold(plan: StormPlan) -> None:
 
 def _check_trigger(plan: StormPlan, trigger: Trigger) -> None:
     if not plan.victim.stream and trigger.moment in (Moment.TOKENS, Moment.HEAD, Moment.END):
-        raise PlanError(f"when: {trigger} needs a streaming victim; without streaming use after:DURATION, sent or queued")
+        raise PlanError(f"when: {trigger} needs a streaming victim; without streaming use decode, queued or sent")
     if trigger.moment is Moment.END and trigger.count >= plan.victim.max_tokens:
         raise PlanError(f"when: {trigger} is not within the {plan.victim.max_tokens} tokens of victim.max_tokens")
     if trigger.moment is Moment.INCOMPLETE and {How.ABORT_ID, How.STOP_READING} & set(plan.how):

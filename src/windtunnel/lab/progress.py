@@ -201,6 +201,8 @@ def print_experiment(document: Mapping[str, Any], out: Path | None) -> None:
     """The table, the predictions and the verdict, on stdout."""
     from rich.markup import escape
 
+    from windtunnel.lab.report import arm_notes
+
     console = _console(stderr=False)
     console.print(_table(document))
     for one in document["predictions"]:
@@ -219,6 +221,8 @@ def print_experiment(document: Mapping[str, Any], out: Path | None) -> None:
         names[key] = names.get(key, 0) + 1
     for (arm, name), trials in names.items():
         console.print(f"finding in {arm}: [bold]{name}[/] in {trials} trial{'s' if trials > 1 else ''}")
+    for note in arm_notes(document):
+        console.print(f"[dim]{escape(note)}[/]")
     verdict = document["verdict"]
     console.print(f"[{_STYLES[verdict]}]{verdict}[/]: {document['why']}")
     if out is not None:

@@ -89,6 +89,7 @@ def html(document: Document) -> str:
         document=document,
         verdict=_VERDICT_WORDS[document["verdict"]],
         sentences=sentences(document),
+        notes=arm_notes(document),
         rates=_rates(document),
         pairs=_pairs(document),
         findings=_grouped(document["findings"]),
@@ -167,6 +168,12 @@ def sentences(document: Document) -> list[str]:
             f" (95 % interval {as_text(low)} to {as_text(high)}; {effect['test']}: p {p_value(effect['p_value'])})."
         )
     return out
+
+
+def arm_notes(document: Document) -> list[str]:
+    """What the trials noted, once for each arm that noted it."""
+    noted = ((arm, note) for arm in ARMS for trial in document["arms"][arm]["trials"] for note in trial["notes"])
+    return [f"{arm}: {note}" for arm, note in dict.fromkeys(noted)]
 
 
 def _per_arm(arm: str, trials: list[Document]) -> str:

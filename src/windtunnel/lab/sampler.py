@@ -14,6 +14,7 @@ from windtunnel.lab.target import (
     Kind,
     MetricsUrl,
     Series,
+    SettingError,
     Target,
     TargetError,
     Watch,
@@ -70,6 +71,16 @@ class Sampler:
     def watches(self) -> dict[str, str]:
         """Gauge key → what it watches."""
         return {key: gauge.watch.value for key, gauge in self.gauges().items()}
+
+    def absent(self, baseline: Sample) -> list[str]:
+        """Known gauges that no page has, as `waiting (vllm: vllm:num_requests_waiting)`; not the queues of P/D roles."""
+        seen = baseline.gauges.keys() | self.not_numbers
+        return [
+            f"{gauge.key} ({kind.name}: {' or '.join(gauge.names)})"
+            for kind in dict.fromkeys(kind for _, kind in self.kinds)
+            for gauge in kind.gauges
+            if gauge.watch is not Watch.QUEUE and gauge.key not in seen and not seen & set(gauge.names)
+        ]
 
     def listen(self, listener: Callable[[Sample], None]) -> None:
         self._listeners.append(listener)
@@ -160,7 +171,7 @@ async def recognise_sources(target: Target) -> list[tuple[MetricsUrl, Kind]]:
             out.append((url, recognise(await scrape(target, url))))
         except ScrapeError as error:
             if url.named:
-                raise TargetError(f"{METRICS_FLAG} {url.shown}: no metrics are there: {error}") from error
+                raise SettingError(METRICS_FLAG, "metrics_urls", f"{url.shown}: no metrics are there: {error}") from error
             if error.status is not None:
                 continue
             hint = f" (name the gRPC worker's metrics with {METRICS_FLAG})" if target.origin.scheme in GRPC else ""

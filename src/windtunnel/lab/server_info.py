@@ -7,9 +7,10 @@ README); `/version` is vLLM's; only simulated servers of ours have `/debug/reque
 import asyncio
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from windtunnel.lab.connection import ConnectionCut, MalformedResponse, Origin, fetch
+from windtunnel.lab.connection import ConnectionCut, MalformedResponse, fetch
 from windtunnel.lab.target import Target
 
 PATIENCE_S = 2.0
@@ -40,7 +41,7 @@ def _owner(cards: Mapping[str, Any], model: str) -> str | None:
 async def _get(target: Target, path: str) -> dict[str, Any]:
     """A JSON object, or an empty one where there is none."""
     origin = target.plain
-    root = Origin(origin.scheme, origin.host, origin.port, origin.prefix.removesuffix("/v1"))
+    root = replace(origin, prefix=origin.prefix.removesuffix("/v1"))
     try:
         async with asyncio.timeout(PATIENCE_S):
             answer = await fetch(root, "GET", path, target.headers)

@@ -28,6 +28,7 @@ _HELD = "held"
 _SEEN: Mapping[Moment, frozenset[str]] = {
     Moment.QUEUED: frozenset({"queued", "deferred"}),
     Moment.PREFILL: frozenset({"prefill"}),
+    Moment.DECODE: frozenset({"decode"}),
     Moment.TRANSFER: frozenset({"transferring"}),
     Moment.BETWEEN: frozenset({"inflight", "prealloc", _HELD}),
 }
@@ -43,6 +44,7 @@ def _up(sample: Sample, base: Sample, *keys: str) -> bool:
 _INFERRED: Mapping[Moment, Callable[[Sample, Sample], bool]] = {
     Moment.QUEUED: lambda now, base: _up(now, base, "waiting"),
     Moment.PREFILL: lambda now, base: _up(now, base, "running") and not _up(now, base, "waiting"),
+    Moment.DECODE: lambda now, base: _up(now, base, "running"),
     Moment.TRANSFER: lambda now, base: _up(now, base, *_TRANSFERS),
     Moment.BETWEEN: lambda now, base: _up(now, base, "num_decode_prealloc_queue_reqs"),
 }
@@ -135,7 +137,7 @@ async def _held(origin: Origin) -> list[str]:
 
 async def _page(origin: Origin, path: str) -> Any:
     """Its JSON; None where there is no such page."""
-    root = Origin(origin.scheme, origin.host, origin.port)
+    root = origin.root
     try:
         async with asyncio.timeout(2):
             answer = await fetch(root, "GET", path, {})

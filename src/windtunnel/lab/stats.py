@@ -55,12 +55,12 @@ def wilson(successes: int, total: int, confidence: float = 0.95) -> Interval:
     return Interval(max(0.0, centre - half), min(1.0, centre + half))
 
 
-def compare_rates(control: tuple[int, int], treatment: tuple[int, int]) -> Comparison:
-    """Two (successes, total) by Fisher's exact test, two-sided."""
+def compare_rates(control: tuple[int, int], treatment: tuple[int, int], confidence: float = 0.95) -> Comparison:
+    """Two (successes, total) by Fisher's exact test, two-sided; the interval covers with `confidence`."""
     from scipy.stats import fisher_exact
 
     table = [[control[0], control[1] - control[0]], [treatment[0], treatment[1] - treatment[0]]]
-    one, two = wilson(*control), wilson(*treatment)
+    one, two = wilson(*control, confidence), wilson(*treatment, confidence)
     rate_one, rate_two = control[0] / control[1], treatment[0] / treatment[1]
     difference = rate_one - rate_two
     low = difference - math.hypot(rate_one - one.low, two.high - rate_two)
@@ -69,7 +69,9 @@ def compare_rates(control: tuple[int, int], treatment: tuple[int, int]) -> Compa
     return Comparison(rate_one, rate_two, difference, Interval(low, high), min(1.0, p_value), "Fisher exact, two-sided")
 
 
-def compare_clustered(control: Sequence[tuple[int, int]], treatment: Sequence[tuple[int, int]]) -> Comparison:
+def compare_clustered(
+    control: Sequence[tuple[int, int]], treatment: Sequence[tuple[int, int]], confidence: float = 0.95
+) -> Comparison:
     """Two lists of (successes, total), one for each trial: what happens within a trial is not independent.
 
     Each arm's counts are divided by its design effect, which the spread between its trials tells (Rao and Scott 1992), and then
@@ -81,7 +83,7 @@ def compare_clustered(control: Sequence[tuple[int, int]], treatment: Sequence[tu
         _check_counts(hits, total)
         units = max(1, round(total / _design_effect(trials, hits / total)))
         effective.append((round(hits / total * units), units))
-    compared = compare_rates(effective[0], effective[1])
+    compared = compare_rates(effective[0], effective[1], confidence)
     rates = [sum(one for one, _ in trials) / sum(all_ for _, all_ in trials) for trials in (control, treatment)]
     test = f"{compared.test}; {effective[0][1]} and {effective[1][1]} units (design effect of trials)"
     return compared._replace(control=rates[0], treatment=rates[1], difference=rates[0] - rates[1], test=test)
@@ -99,13 +101,13 @@ def _design_effect(trials: Sequence[tuple[int, int]], rate: float) -> float:
     return max(1.0, len(trials) / (len(trials) - 1) * spread / independent)
 
 
-def compare_means(control: Sequence[float], treatment: Sequence[float], seed: int = 0) -> Comparison:
+def compare_means(control: Sequence[float], treatment: Sequence[float], confidence: float = 0.95, seed: int = 0) -> Comparison:
     """Two samples by a permutation test of the difference of means, two-sided. Raises ValueError for an empty sample."""
     if not control or not treatment:
         raise ValueError("each arm needs at least one value")
     p_value, how = permutation_p(control, treatment, seed)
     mean_one, mean_two = fmean(control), fmean(treatment)
-    ci95 = _welch(control, treatment) if min(len(control), len(treatment)) > 1 else None
+    ci95 = _welch(control, treatment, confidence) if min(len(control), len(treatment)) > 1 else None
     return Comparison(mean_one, mean_two, mean_one - mean_two, ci95, p_value, f"permutation of trials, {how}, two-sided")
 
 
@@ -142,7 +144,7 @@ def paired_p(differences: Sequence[float], seed: int = 0) -> float:
     return (hits + 1) / (RANDOM_ARRANGEMENTS + 1)
 
 
-def _welch(control: Sequence[float], treatment: Sequence[float]) -> Interval:
+def _welch(control: Sequence[float], treatment: Sequence[float], confidence: float) -> Interval:
     from scipy.stats import t
 
     parts = [variance(values) / len(values) for values in (control, treatment)]
@@ -151,7 +153,7 @@ def _welch(control: Sequence[float], treatment: Sequence[float]) -> Interval:
     if error == 0:
         return Interval(difference, difference)
     weights = sum(part * part / (len(values) - 1) for part, values in zip(parts, (control, treatment), strict=True))
-    half = float(t.ppf(0.975, sum(parts) ** 2 / weights)) * error
+    half = float(t.ppf((1 + confidence) / 2, sum(parts) ** 2 / weights)) * error
     return Interval(difference - half, difference + half)
 
 

@@ -27,6 +27,7 @@ from windtunnel.lab.clients import Clients, LocalClients, make_clients
 from windtunnel.lab.connection import ConnectionCut, How, MalformedResponse, fetch
 from windtunnel.lab.extras import Extras
 from windtunnel.lab.oracle_check import Known, check_text, judge
+from windtunnel.lab.outlived import watched_ns
 from windtunnel.lab.plan import (
     Action,
     BystanderKind,
@@ -43,7 +44,7 @@ from windtunnel.lab.record import Ask, BystanderRecord, End, Phase, Sample, Stor
 from windtunnel.lab.sampler import Sampler, is_quiet, recognise_sources
 from windtunnel.lab.server_info import OWNERS, server_info
 from windtunnel.lab.states import States
-from windtunnel.lab.target import Target, TargetError
+from windtunnel.lab.target import SettingError, Target, TargetError
 from windtunnel.lab.view import VIEW_EVERY_NS, Seen, StormEvent, StormView
 
 BASELINE_SAMPLES = 3
@@ -53,7 +54,8 @@ QUIET_SAMPLES = 2
 LEAST_SAMPLES = 8
 """The wait for quiet, and the look after a probe, do not end before so many: a busy machine takes few in the time."""
 PATIENCE = 4
-"""They do end after so many times their time."""
+"""The wait for quiet does end after so many times its time, or `LEAST_PATIENCE_NS`, whatever was sampled."""
+LEAST_PATIENCE_NS = 10_000_000_000
 PROBE_TOKENS = 12
 STALE_PROBE_TOKENS = 48
 """SGLang writes some gauges every 40 decode steps; a shorter probe leaves them as they were."""
@@ -176,15 +178,18 @@ class _Storm:
             await self.extras.learn()
         if not self.sampler.gauges().keys() & self._baseline.gauges.keys():
             self._notes.append("no known gauge on /metrics: leaks cannot be seen; name gauges with --watch")
+        elif absent := self.sampler.absent(self._baseline):
+            self._notes.append(f"not on the metrics pages, so not watched: {', '.join(absent)}")
 
     def _check_watched(self, baseline: Sample) -> None:
-        """Raises TargetError for a gauge that was asked for and that no page shows, not even as NaN."""
+        """Raises SettingError for a gauge that was asked for and that no page shows, not even as NaN."""
         target = self.session.target
         seen = baseline.gauges.keys() | self.sampler.not_numbers
         absent = [name for name in target.watch if name not in seen]
         if absent:
             pages = ", ".join(url.shown for url in target.metrics)
-            raise TargetError(f"--watch {', '.join(absent)}: not on {pages}; write the gauge's full name as it stands there")
+            told = f"{', '.join(absent)}: not on {pages}; write the gauge's full name as it stands there"
+            raise SettingError("--watch", "watch", told)
 
     async def _read_baseline(self) -> Sample:
         """The last usable one of a few samples; an empty one when there are no metrics."""
@@ -285,6 +290,9 @@ class _Storm:
                 await self._crowd(victims, plan.victim_concurrency or plan.victims, start_offsets(plan))
             with self._phase("bystanders"):
                 await self._bystander_round(round_)
+        if plan.calm and not self.sampler.blind:
+            # Survivors may have ended first: what leaving costs the server must not fall on the calm.
+            await self.sampler.sample()
 
     def _victims(self, round_: int) -> list[tuple[Ask, Leave]]:
         """The victims of a round; ways and moments take turns, so that every pair of them comes up."""
@@ -396,18 +404,25 @@ class _Storm:
                     return
 
     async def _quiet(self) -> bool:
-        """Whether the samples became quiet before the deadline."""
+        """Whether the samples became quiet before the deadline, which is in witnessed time (`outlived`)."""
         with self._phase("quiet"):
             began_ns, wait_ns = self.session.now_ns(), self.plan.quiet_deadline_ns
+            patience_ns = max(PATIENCE * wait_ns, LEAST_PATIENCE_NS) if wait_ns else 0
             seen = len(self.sampler.samples)
-            while (waited_ns := self.session.now_ns() - began_ns) < PATIENCE * wait_ns:
-                if waited_ns >= wait_ns and len(self.sampler.samples) - seen >= LEAST_SAMPLES:
+            while (waited_ns := self.session.now_ns() - began_ns) < patience_ns:
+                if waited_ns >= wait_ns and self._looked_for_quiet(seen, began_ns):
                     break
                 recent = self.sampler.samples[seen:][-QUIET_SAMPLES:]
                 if len(recent) == QUIET_SAMPLES and all(self._is_quiet(sample) for sample in recent):
                     return True
                 await asyncio.sleep(self.plan.sample_every_ns / 2e9)
         return False
+
+    def _looked_for_quiet(self, seen: int, began_ns: int) -> bool:
+        """Whether the samples after the first `seen` bear witness to all of the wait."""
+        times = [sample.at_ns for sample in self.sampler.samples]
+        watched = watched_ns(times, began_ns, self.plan.sample_every_ns)
+        return len(times) - seen >= LEAST_SAMPLES and watched >= self.plan.quiet_deadline_ns
 
     def _is_quiet(self, sample: Sample) -> bool:
         assert self._baseline is not None

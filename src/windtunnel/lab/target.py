@@ -2,8 +2,8 @@
 
 The engine kind is recognised from the names on `/metrics`; each kind is one row of a table. Gauge and counter names: vLLM
 reference §4 and §9.11; SGLang reference §6 and appendix A (the sidecar's `sglang_` is read as `sglang:`);
-llm-d-inference-sim reference §5. The rows of TGI, llama.cpp, TensorRT-LLM, Dynamo, LiteLLM and the Rust routers follow
-those projects' public documentation.
+llm-d-inference-sim reference §5. The rows of TGI, llama.cpp, TensorRT-LLM, Dynamo, LiteLLM and the Rust routers follow what
+those programs say, or their source where they could not be run; the head of each page in tests/lab/pages names it.
 Unknown servers are watched through `--watch NAME`.
 """
 
@@ -13,18 +13,22 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import lru_cache
 from math import isfinite
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from windtunnel.core.units import MS
 from windtunnel.lab.connection import GRPC, TLS, ConnectionCut, MalformedResponse, Origin, fetch, parse_origin
 from windtunnel.lab.plan import Api, check_target_allowed, is_local
 from windtunnel.lab.redact import REPLACEMENT, hide_passwords
+from windtunnel.lab.trust import USUAL, Trust
 
 if TYPE_CHECKING:
     from windtunnel.lab.grpc_client import Worker
 
 SERIES_LIMIT = 50_000
+LINES_KEPT = 16_384
 MODELS_PATIENCE_S = 30
 METRICS_FLAG = "--metrics-url"
 """Errors name it; in an experiment file it is the arm's `metrics_urls`."""
@@ -103,6 +107,9 @@ _VLLM = Kind(
         Counter("admission_rejections", "vllm:admission_rejections_total", "reason"),
         Counter("nixl_num_failed_transfers", "vllm:nixl_num_failed_transfers_total"),
         Counter("nixl_num_kv_expired_reqs", "vllm:nixl_num_kv_expired_reqs_total"),
+        Counter("mooncake_num_failed_transfers", "vllm:mooncake_num_failed_transfers_total"),
+        Counter("mooncake_num_failed_recvs", "vllm:mooncake_num_failed_recvs_total"),
+        Counter("mooncake_num_kv_expired_reqs", "vllm:mooncake_num_kv_expired_reqs_total"),
     ),
 )
 
@@ -138,6 +145,7 @@ _SGLANG = Kind(
     cancel_grace_ns=4_500 * MS,
 )
 
+# A prompt in its prefill is in neither gauge: the batch is counted from its first decode on, and 0 again when it is empty.
 _TGI = Kind(
     "tgi",
     "tgi_",
@@ -161,12 +169,13 @@ _LLAMA_CPP = Kind(
     cancel_grace_ns=2_000 * MS,
 )
 
+# Triton shows the engine's last iteration, also when no other follows: what that one had scheduled may have ended with it.
+# `active` is counted after it and includes what waits; `waiting` is the difference of the two, so it may be negative.
 _TRTLLM = Kind(
     "tensorrt-llm",
     "nv_trt_llm_",
     (
-        Gauge("running", Watch.RUNNING, ("nv_trt_llm_request_metrics",), (("request_type", "scheduled"),)),
-        Gauge("waiting", Watch.WAITING, ("nv_trt_llm_request_metrics",), (("request_type", "waiting"),)),
+        Gauge("running", Watch.RUNNING, ("nv_trt_llm_request_metrics",), (("request_type", "active"),)),
         Gauge("kv_usage", Watch.KV, ("nv_trt_llm_kv_cache_block_metrics",), (("kv_cache_block_type", "fraction"),)),
     ),
     cancel_grace_ns=2_000 * MS,
@@ -180,7 +189,11 @@ _TRTLLM_SERVE = Kind(
         Gauge("waiting", Watch.WAITING, ("trtllm_num_requests_waiting",)),
         Gauge("kv_usage", Watch.KV, ("trtllm_kv_cache_utilization",)),
     ),
-    (Counter("request_success", "trtllm_request_success_total", "finished_reason"),),
+    (
+        Counter(GENERATION_TOKENS, "trtllm_generation_tokens_total"),
+        Counter("prompt_tokens", "trtllm_prompt_tokens_total"),
+        Counter("request_success", "trtllm_request_success_total", "finished_reason"),
+    ),
     cancel_grace_ns=2_000 * MS,
 )
 
@@ -198,10 +211,10 @@ _LLM_D_SIM = Kind(
 )
 
 
-def _router(name: str, prefix: str, active: str, *counters: Counter, waiting: str | None = None) -> Kind:
+def _router(name: str, prefix: str, active: Sequence[str], *counters: Counter, waiting: str | None = None) -> Kind:
     """A router's own gauges have keys of their own: its requests are not added to those of the workers behind it."""
     queue = (Gauge("router_waiting", Watch.QUEUE, (waiting,)),) if waiting else ()
-    gauges = (Gauge("router_active", Watch.OTHER, (active,)), *queue)
+    gauges = (Gauge("router_active", Watch.OTHER, tuple(active)), *queue)
     return Kind(name, prefix, gauges, counters, cancel_grace_ns=2_000 * MS, router=True)
 
 
@@ -209,30 +222,37 @@ _ROUTERS = (
     _router(
         "dynamo",
         "dynamo_frontend_",
-        "dynamo_frontend_inflight_requests",
-        Counter("router_requests", "dynamo_frontend_requests_total", "status"),
+        ("dynamo_frontend_active_requests", "dynamo_frontend_inflight_requests"),
+        Counter("router_requests", "dynamo_frontend_requests_total", "status,error_type"),
         Counter("router_tokens", "dynamo_frontend_output_tokens_total"),
         waiting="dynamo_frontend_queued_requests",
     ),
     _router(
         "litellm",
         "litellm_",
-        "litellm_in_flight_requests",
+        ("litellm_in_flight_requests",),
         Counter("router_requests", "litellm_proxy_total_requests_metric_total", "status_code"),
         Counter("router_failures", "litellm_proxy_failed_requests_metric_total"),
     ),
     _router(
         "smg",
         "smg_",
-        "smg_worker_requests_active",
+        ("smg_worker_requests_active", "smg_http_connections_active"),
         Counter("router_responses", "smg_http_responses_total", "status_code"),
         Counter("router_retries", "smg_worker_retries_total"),
     ),
     _router(
-        "sglang-router", "sgl_router_", "sgl_router_running_requests", Counter("router_requests", "sgl_router_requests_total")
+        "sglang-router",
+        "sgl_router_",
+        ("sgl_router_running_requests",),
+        Counter("router_requests", "sgl_router_requests_total"),
+        Counter("router_retries", "sgl_router_retries_total"),
     ),
     _router(
-        "vllm-router", "vllm_router_", "vllm_router_running_requests", Counter("router_requests", "vllm_router_requests_total")
+        "vllm-router",
+        "vllm_router_",
+        ("vllm_router_running_requests",),
+        Counter("router_requests", "vllm_router_requests_total"),
     ),
 )
 
@@ -283,17 +303,25 @@ class Target:
 
     def headers_for(self, origin: Origin) -> Mapping[str, str]:
         """The headers may hold the target's key: a metrics source on another host does not get them."""
-        same = origin.host == self.origin.host or (is_local(origin.host) and is_local(self.origin.host))
-        return self.headers if same else {}
+        return self.headers if _is_same_host(origin, self.origin) else {}
 
 
 def plain_origin(origin: Origin) -> Origin:
     """The same address for HTTP/1.1."""
-    return Origin("https" if origin.scheme in TLS else "http", origin.host, origin.port, origin.prefix)
+    return replace(origin, scheme="https" if origin.scheme in TLS else "http")
 
 
 class TargetError(RuntimeError):
     """The target cannot be used as it is: unreachable, or it does not answer a plain request."""
+
+
+class SettingError(TargetError):
+    """A setting does not fit the target. The message begins with the flag; an arm of an experiment file calls it `key`."""
+
+    def __init__(self, flag: str, key: str, told: str) -> None:
+        super().__init__(f"{flag} {told}")
+        self.key = key
+        self.told = told
 
 
 class Series(NamedTuple):
@@ -312,17 +340,20 @@ def _canonical(name: str) -> str:
 
 def parse_metrics(text: str) -> list[Series]:
     """The series of a Prometheus text exposition; lines that are none are skipped."""
-    out: list[Series] = []
-    for line in text.splitlines()[:SERIES_LIMIT]:
-        found = None if line.startswith("#") else _LINE.match(line)
-        if found is None:
-            continue
-        try:
-            value = float(found[3])
-        except ValueError:
-            continue
-        out.append(Series(_canonical(found[1]), dict(_LABEL.findall(found[2] or "")), value))
-    return out
+    return [one for line in text.splitlines()[:SERIES_LIMIT] if (one := _series(line)) is not None]
+
+
+@lru_cache(LINES_KEPT)
+def _series(line: str) -> Series | None:
+    """Kept, because most lines of a page are those of the sample before."""
+    found = None if line.startswith("#") else _LINE.match(line)
+    if found is None:
+        return None
+    try:
+        value = float(found[3])
+    except ValueError:
+        return None
+    return Series(_canonical(found[1]), MappingProxyType(dict(_LABEL.findall(found[2] or ""))), value)
 
 
 def recognise(series: Sequence[Series]) -> Kind:
@@ -373,19 +404,18 @@ def check_hosts(target: Target, *, owned: bool) -> None:
         check_target_allowed(origin.host, owned=owned)
 
 
-def parse_metrics_url(url: str) -> MetricsUrl:
-    """Unlike a base URL it may have a query. Raises ValueError, which names the flag and shows no query."""
+def parse_metrics_url(url: str, named: str = f"{METRICS_FLAG} ") -> MetricsUrl:
+    """Unlike a base URL it may have a query. Raises ValueError, which begins with `named` and shows no query."""
     base, _, query = url.partition("?")
     if "," in base:
-        raise ValueError(f"{METRICS_FLAG} {hide_passwords(base)!r}: one URL each; repeat it for several")
+        raise ValueError(f"{named}{hide_passwords(base)!r}: one URL each; write several one by one")
     if not _QUERY.fullmatch(query):
-        raise ValueError(f"{METRICS_FLAG} {hide_passwords(base)!r}: write its query percent-encoded, without a fragment")
+        raise ValueError(f"{named}{hide_passwords(base)!r}: write its query percent-encoded, without a fragment")
     try:
         origin = parse_origin(base)
     except ValueError as error:
-        raise ValueError(f"{METRICS_FLAG} {hide_passwords(str(error))}") from None
-    root = Origin(origin.scheme, origin.host, origin.port)
-    return MetricsUrl(root, origin.prefix or "/metrics", query)
+        raise ValueError(f"{named}{hide_passwords(str(error))}") from None
+    return MetricsUrl(origin.root, origin.prefix or "/metrics", query)
 
 
 def make_target(
@@ -395,12 +425,24 @@ def make_target(
     headers: Mapping[str, str] | None = None,
     metrics_urls: Sequence[str] = (),
     watch: Sequence[str] = (),
+    trust: Trust = USUAL,
 ) -> Target:
     """A target from what a person types; without metrics URLs it is the base's own `/metrics`. Raises ValueError."""
-    origin = parse_origin(url)
+    origin = replace(parse_origin(url), trust=trust)
+    if trust.insecure and origin.scheme in GRPC:
+        raise ValueError("insecure: gRPC's library verifies every server; name the worker's own certificate as ca")
     root = plain_origin(replace(origin, prefix=origin.prefix.removesuffix("/v1")))
-    metrics = tuple(parse_metrics_url(one) for one in metrics_urls) or (MetricsUrl(root, named=False),)
+    metrics = tuple(_trusted(parse_metrics_url(one), origin) for one in metrics_urls) or (MetricsUrl(root, named=False),)
     return Target(origin, model, dict(headers or {}), metrics, tuple(watch))
+
+
+def _trusted(url: MetricsUrl, target: Origin) -> MetricsUrl:
+    trust = target.trust if _is_same_host(url.origin, target) else target.trust.for_others()
+    return replace(url, origin=replace(url.origin, trust=trust))
+
+
+def _is_same_host(one: Origin, two: Origin) -> bool:
+    return one.host == two.host or (is_local(one.host) and is_local(two.host))
 
 
 _NAME_MODEL = "name one with --model, in an experiment file with model = in the arm"
@@ -410,9 +452,9 @@ _SEND_KEY = (
 )
 
 
-async def find_model(target_url: str, headers: Mapping[str, str]) -> str:
+async def find_model(target_url: str, headers: Mapping[str, str], trust: Trust = USUAL) -> str:
     """The first model id of `/v1/models`, or what a gRPC worker calls its model. Raises TargetError."""
-    origin = parse_origin(target_url)
+    origin = replace(parse_origin(target_url), trust=trust)
     if origin.scheme in GRPC:
         return (await _look(origin)).model
     origin = plain_origin(origin)

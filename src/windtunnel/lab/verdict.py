@@ -98,17 +98,23 @@ def _pair(prediction: Prediction, trial: Trial) -> tuple[float, float] | None:
     return None if have is None or want is None else (have, want)
 
 
-def effect_document(effect: Effect, control: Sequence[Trial], treatment: Sequence[Trial]) -> dict[str, Any]:
-    """The comparison of the arms; members are null when it cannot be made. The difference is control - treatment."""
+def effect_document(
+    effect: Effect, control: Sequence[Trial], treatment: Sequence[Trial], confidence: float = 0.95
+) -> dict[str, Any]:
+    """The comparison of the arms; members are null when it cannot be made. The difference is control - treatment.
+
+    `confidence` is that of the difference's interval.
+    """
     out: dict[str, Any] = {"metric": effect.metric, "of": effect.of, "alpha": effect.alpha, "margin": effect.margin}
-    comparison, extra = _compare_counts(effect, control, treatment) if effect.of else _compare(effect, control, treatment)
+    compare = _compare_counts if effect.of else _compare
+    comparison, extra = compare(effect, control, treatment, confidence)
     if comparison is None:
         return {**out, "control": None, "treatment": None, "difference": None, "ci95": None, "p_value": None, "test": None}
     return {**out, **comparison._asdict(), "ci95": list(comparison.ci95) if comparison.ci95 else None, **extra}
 
 
 def _compare_counts(
-    effect: Effect, control: Sequence[Trial], treatment: Sequence[Trial]
+    effect: Effect, control: Sequence[Trial], treatment: Sequence[Trial], confidence: float
 ) -> tuple[Comparison | None, dict[str, Any]]:
     assert effect.of is not None
     one, two = (counts_of(trials, effect.metric, effect.of) for trials in (control, treatment))
@@ -123,7 +129,7 @@ def _compare_counts(
         for name, counts in pooled
         for key, value in (("counts", list(counts)), ("ci95", list(clopper_pearson(*counts))))
     }
-    return compare_clustered(one, two), extra
+    return compare_clustered(one, two, confidence), extra
 
 
 _ARMS = ("control", "treatment")
@@ -135,12 +141,14 @@ def counts_of(trials: Sequence[Trial], hits: str, of: str) -> list[tuple[int, in
     return [(int(one), int(total)) for one, total in pairs if one is not None and total]
 
 
-def _compare(effect: Effect, control: Sequence[Trial], treatment: Sequence[Trial]) -> tuple[Comparison | None, dict[str, Any]]:
+def _compare(
+    effect: Effect, control: Sequence[Trial], treatment: Sequence[Trial], confidence: float
+) -> tuple[Comparison | None, dict[str, Any]]:
     one, two = ([metric(trial, effect.metric) for trial in trials] for trials in (control, treatment))
     known_one, known_two = [v for v in one if v is not None], [v for v in two if v is not None]
     if not known_one or not known_two:
         return None, {}
-    return compare_means(known_one, known_two), {}
+    return compare_means(known_one, known_two, confidence), {}
 
 
 def decide(
@@ -173,14 +181,14 @@ def _decide(predictions: Sequence[bool | None], effect: Mapping[str, Any], *, co
         return _decide_aa(effect)
     if effect.get("margin") is not None:
         return _decide_equivalence(effect)
-    if effect["p_value"] >= effect["alpha"] / effect.get("looks", 1):
+    if effect["p_value"] >= effect.get("level", effect["alpha"]):
         return "inconclusive", f"all predictions hold, but the effect is not significant (p = {effect['p_value']:.3g})"
     return "confirmed", f"all {len(predictions)} predictions hold and the arms differ (p = {effect['p_value']:.2g})"
 
 
 def _decide_aa(effect: Mapping[str, Any]) -> tuple[Verdict, str]:
     """Equal arms: a significant difference means that the experiment itself is biased (or bad luck, once in 1/alpha runs)."""
-    if effect["p_value"] < effect["alpha"]:
+    if effect["p_value"] < effect.get("level", effect["alpha"]):
         return "refuted", f"equal arms differ (p = {effect['p_value']:.3g}): the experiment is biased, or this is the 1 in 20"
     return "confirmed", f"equal arms do not differ (p = {effect['p_value']:.2g})"
 

@@ -105,7 +105,6 @@ class SglangSettings:
     enable_metrics: bool = True
     """Off in SGLang. On here: a test bench without gauges shows nothing of what it is for."""
     enable_metrics_for_all_schedulers: bool = False
-    collect_tokens_histogram: bool = False
     enable_cache_report: bool = False
     incremental_streaming_output: bool = False
     weight_version: str = "default"

@@ -72,6 +72,8 @@ class EngineDriver:
         self._soon = False
         self._at: int | None = None
         self._turn_ended_ns = 0
+        self._run_ns = now_ns()
+        """When the engine was last run."""
         self._closed = False
         self._auditor = IdleAuditor(engine, loop)
 
@@ -88,8 +90,11 @@ class EngineDriver:
             self.wake()
 
     def submit(self, requests: Sequence[EngineRequest], listeners: Sequence[Listener]) -> Refusal | None:
-        """Admit all or none; from then on each listener gets the outputs of its request."""
-        refusal = self._machine.submit(requests, now_ns())
+        """Admit all or none; from then on each listener gets the outputs of its request.
+
+        For the engine they come when they arrived, or when it was last run: their way here costs it no time.
+        """
+        refusal = self._machine.submit(requests, max(self._run_ns, *(request.arrival_ns for request in requests)))
         if refusal is None:
             self._listeners.update(zip((request.request_id for request in requests), listeners, strict=True))
         self.wake()
@@ -102,6 +107,10 @@ class EngineDriver:
             self.forget(request_ids)
         self.wake()
         return live
+
+    def hears(self, request_id: str) -> bool:
+        """Somebody still waits for outputs of this request."""
+        return request_id in self._listeners
 
     def forget(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
@@ -153,7 +162,7 @@ class EngineDriver:
 
     def _advance(self) -> int:
         """Run the engine once; the number of outputs, and at least 1."""
-        started_ns = now_ns()
+        self._run_ns = started_ns = now_ns()
         outputs = 1
         for step in self._machine.advance(started_ns):
             self._show(step, started_ns)

@@ -9,6 +9,7 @@ from windtunnel.core.physics import GPUS, MODELS, PhysicsPacing
 from windtunnel.core.profile import ProfilePacing, at_speed
 from windtunnel.core.tokenizer import Tokenizer
 from windtunnel.core.vllm.config import VllmEngineConfig
+from windtunnel.core.vllm.connector.config import CONNECTORS
 from windtunnel.serve.config import PacingConfig, ServeConfig
 from windtunnel.wire.vllm.metrics import VllmMetrics, cache_config_labels
 
@@ -88,7 +89,7 @@ def make_metrics(config: ServeConfig, engine: VllmEngineConfig) -> VllmMetrics:
         prefix_caching_hash_algo=engine.prefix_caching_hash_algo,
         **({"kv_offloading_size": config.scheduler.kv_offloading_gib or None} if engine.host_blocks else {}),
     )
-    settings = config.kv_transfer
+    kv = config.kv_transfer.parsed("-").config if config.kv_transfer.on else None
     return VllmMetrics(
         config.names[0],
         range(config.data_parallel_size),
@@ -96,5 +97,6 @@ def make_metrics(config: ServeConfig, engine: VllmEngineConfig) -> VllmMetrics:
         labels,
         time.time,
         engine.max_loras or None,
-        settings.parsed("-").config.role if settings.on else None,
+        None if kv is None else kv.role,
+        "pull" if kv is None else CONNECTORS[kv.connector],
     )

@@ -251,6 +251,30 @@ _KV_TRANSFER_FLAGS: tuple[Flag, ...] = (
         "that timeout (also VLLM_NIXL_ABORT_REQUEST_TIMEOUT; 480 s)",
     ),
     Flag(
+        "mooncake-host",
+        "kv_transfer.mooncake_host",
+        _text,
+        "where others find a Mooncake engine and its bootstrap server (localhost; vLLM takes the machine's own address)",
+    ),
+    Flag(
+        "mooncake-bootstrap-port",
+        "kv_transfer.mooncake_bootstrap_port",
+        _integer(0, 65535),
+        "of a prefill; 0 picks a free one (also VLLM_MOONCAKE_BOOTSTRAP_PORT; 8998)",
+    ),
+    Flag(
+        "mooncake-abort-request-timeout",
+        "kv_transfer.mooncake_abort_timeout_ns",
+        _seconds,
+        "how long a prefill holds blocks, and waits for a request (also VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT; 480 s)",
+    ),
+    Flag(
+        "mooncake-connector-timeout",
+        "kv_transfer.mooncake_connector_timeout_ns",
+        _seconds,
+        "of one question to a bootstrap server (also VLLM_MOONCAKE_CONNECTOR_TIMEOUT; 30 s)",
+    ),
+    Flag(
         "kv-transfer-backend",
         "kv_transfer.backend",
         _choice("sim", "nixl"),

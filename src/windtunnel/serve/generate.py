@@ -47,7 +47,7 @@ class GenerateRoute:
         self._family = family
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        arrival_ns = now_ns()
+        begun_ns = now_ns()
         try:
             generation = await self._plan(scope, receive)
         except ClientGone:
@@ -55,6 +55,7 @@ class GenerateRoute:
         except WireError as error:
             await send_bytes(send, error.status, self._family.error_body(error), unread=self._server.unread(receive))
             return
+        arrival_ns = scope[LINE].arrived_ns or begun_ns
         self._server.load += 1
         try:
             if generation.stream:

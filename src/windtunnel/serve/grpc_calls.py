@@ -23,6 +23,7 @@ from windtunnel.wire.output import ChoiceState
 if TYPE_CHECKING:
     from windtunnel.serve.state import Server
 
+_FAMILY = "grpc"
 _NO_BODY = b"{}"
 """Recorded answers to a whole HTTP body never match a message; those to a prompt do."""
 
@@ -43,11 +44,25 @@ MakeEncoder = Callable[[Any], MessageEncoder]
 """From the generation's spec."""
 
 
-async def generate(server: "Server", call: Any, request: Any, plan: Callable[[], Generation], make: MakeEncoder) -> None:
-    """Plan, run and answer one request. Raises WireError for what is refused and for what fails."""
+async def generate(
+    server: "Server",
+    call: Any,
+    request: Any,
+    plan: Callable[[], Generation],
+    make: MakeEncoder,
+    kv_transfer: Callable[[], object] = lambda: None,
+) -> None:
+    """Plan, run and answer one request. Raises WireError for what is refused and for what fails.
+
+    `kv_transfer` reads the request's parameters even where it cannot be planned: a prefill may hold blocks for it.
+    """
     arrival_ns = now_ns()
     inject_failure(server, call)
-    generation = await planned(server, request, plan)
+    try:
+        generation = await planned(server, request, plan)
+    except WireError:
+        _tell_refused(server, kv_transfer())
+        raise
     if server.recorded:
         generation = server.recorded.attach(generation, _NO_BODY)
     server.load += 1
@@ -169,8 +184,15 @@ def _started(
     """The job at work, and what to do when its client leaves. Raises WireError when the engine refuses it."""
     job = server.jobs.start(generation, answer, choices, arrival_ns)
     if isinstance(job, Refusal):
+        _tell_refused(server, generation.kv_transfer)
         raise refused(job)
     return job, Departure(server, job, answer, end, log_disconnect)
+
+
+def _tell_refused(server: "Server", kv_transfer: object) -> None:
+    """Before its engine knows of a request (smg-grpc-servicer 0.14.1, `_notify_kv_transfer_rejected`)."""
+    if kv_transfer is not None:
+        server.flavour.refused(server, _FAMILY, kv_transfer)
 
 
 def _choices(server: "Server", generation: Generation, *, keep: bool) -> list[ChoiceState]:

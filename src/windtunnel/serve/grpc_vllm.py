@@ -57,7 +57,8 @@ def methods(server: "Server") -> Mapping[str, Method]:
 async def _generate(server: "Server", request: pb.GenerateRequest, call: Any) -> None:
     if server.config.runner != "generate":
         raise WireError("This model makes vectors, not text: call Embed")
-    await calls.generate(server, call, request, partial(wire.plan, request, server.env), wire.GenerateEncoder)
+    plan, told = partial(wire.plan, request, server.env), partial(wire.readable_kv_transfer, request)
+    await calls.generate(server, call, request, plan, wire.GenerateEncoder, told)
 
 
 async def _embed(server: "Server", request: pb.EmbedRequest, call: Any) -> pb.EmbedResponse:

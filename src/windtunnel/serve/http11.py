@@ -21,6 +21,8 @@ from typing import Any
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from windtunnel.serve.clock import now_ns
+
 log = logging.getLogger("windtunnel.serve")
 
 LINE = "windtunnel.line"
@@ -153,11 +155,13 @@ class Lane:
 class ClientLine:
     """What the server knows of the client behind one request. Owned by its connection."""
 
-    __slots__ = ("_cycle", "_gone_callback", "gone", "blocked", "writable_callback")
+    __slots__ = ("_cycle", "_gone_callback", "arrived_ns", "blocked", "gone", "writable_callback")
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle
         self._gone_callback: Callable[[], None] | None = None
+        self.arrived_ns = 0
+        """When the last byte of the request was read; 0 before, and for one that waits behind another on its connection."""
         self.gone = False
         self.blocked = False
         self.writable_callback: Callable[[], None] | None = None
@@ -333,6 +337,8 @@ class Connection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         if not self._refused:
+            if len(self._lines) == 1:
+                self._lines[0].arrived_ns = now_ns()
             super().on_message_complete()
 
     def pause_writing(self) -> None:

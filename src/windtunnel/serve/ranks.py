@@ -110,6 +110,10 @@ class Ranks:
         """End these requests on whichever rank they are; other ranks notice nothing."""
         return sum(driver.abort(request_ids, notify=notify) for driver in self.drivers)
 
+    def live(self, request_id: str) -> bool:
+        """Somebody still waits for outputs of this request."""
+        return any(driver.hears(request_id) for driver in self.drivers)
+
     def wake(self) -> None:
         for driver in self.drivers:
             driver.wake()

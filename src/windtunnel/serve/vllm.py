@@ -63,7 +63,7 @@ class VllmFlavour:
         return env
 
     def families(self, config: ServeConfig) -> Sequence[Family]:
-        return families(config.runner, config.convert)
+        return families(config.runner, config.convert, config.num_labels)
 
     def route(self, server: Server, family: Family) -> Endpoint:
         return (ResponsesRoute if family.name == responses.name else GenerateRoute)(server, family)

@@ -18,7 +18,7 @@ from windtunnel.core.sglang.profiles import profile
 from windtunnel.core.transfer.backends import Fate, SimBackend, Write, always_ok
 from windtunnel.core.units import parse_duration_ns
 from windtunnel.core.vllm import VllmEngine, VllmEngineConfig
-from windtunnel.core.vllm.connector.config import KvTransferConfig
+from windtunnel.core.vllm.connector.config import MOONCAKE, KvTransferConfig
 from windtunnel.core.vllm.connector.engine import ConnectorEngine
 from windtunnel.core.vllm.connector.runs import RunConnectorEngine
 from windtunnel.core.vllm.runs import RunVllmEngine
@@ -141,6 +141,8 @@ def kv_config(spec: EnginesSpec, side_channel: str, engine_id: str) -> KvTransfe
     known = {field.name for field in fields(KvTransferConfig)} - _KV_ASSIGNED
     for name in sorted(spec.disagg.keys() - known):
         raise ScenarioError(f"engines.disagg: {name} is not one of {', '.join(sorted(known))}")
+    if spec.disagg.get("connector") == MOONCAKE:
+        raise ScenarioError(f"engines.disagg: connector {MOONCAKE} is not simulated: the router here speaks NIXL's protocol")
     host, _, port = side_channel.rpartition(":")
     fixed = {"engine_id": engine_id, "side_channel_host": host, "side_channel_port": int(port), "tp_size": spec.tp}
     return _checked(KvTransferConfig, "disagg", spec.disagg, {**fixed, "role": _KV_ROLES[spec.role]})

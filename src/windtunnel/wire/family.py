@@ -136,6 +136,8 @@ class SamplingPlan:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     stop_regex: tuple[str, ...] = ()
+    early_stops: bool = False
+    """Stop strings count before `min_tokens`, too (SGLang)."""
     include_stop_str: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True

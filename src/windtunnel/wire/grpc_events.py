@@ -10,7 +10,7 @@ from windtunnel.core.outputs import BlockRemoved, BlockStored, KvEvent
 _SIGN, _MODULUS = 1 << 63, 1 << 64
 _FULL_ATTENTION = "full_attention"
 _GROUP = 0
-_LEVELS = {"GPU": (0, pb.KV_CACHE_TIER_DEVICE), "CPU": (1, pb.KV_CACHE_TIER_HOST), "DISK": (2, pb.KV_CACHE_TIER_DISK)}
+_LEVELS = {"GPU": (0, pb.KV_CACHE_TIER_DEVICE), "CPU": (1, pb.KV_CACHE_TIER_HOST), "STORAGE": (2, pb.KV_CACHE_TIER_DISK)}
 """Cache level and tier of a medium."""
 
 
@@ -67,7 +67,7 @@ def _stored(event: BlockStored) -> pb.KvBlocksStored:
         tier=tier,
         medium=event.medium,
         group_idx=_GROUP,
-        kv_cache_spec_kind=_FULL_ATTENTION,
+        kv_cache_spec_kind=_FULL_ATTENTION if size else None,
         lora_name=lora_name,
     )
 

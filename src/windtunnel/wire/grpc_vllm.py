@@ -149,6 +149,14 @@ def _rank(request: pb.GenerateRequest, env: ServerEnv) -> int | None:
     return rank
 
 
+def readable_kv_transfer(request: pb.GenerateRequest) -> Mapping[str, Any] | None:
+    """The parameters of a request that may be wrong in every other way; None where they cannot be read."""
+    try:
+        return _kv_transfer(request)
+    except WireError:
+        return None
+
+
 def _kv_transfer(request: pb.GenerateRequest) -> Mapping[str, Any] | None:
     """The JSON field beats the older typed one."""
     if request.HasField("kv_transfer_params_json"):

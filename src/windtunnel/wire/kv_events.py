@@ -37,6 +37,9 @@ MEMBERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )  # fmt: skip
 """The members of each event after its type, in wire order; a shorter array leaves out the last ones."""
 
+_LEFT_OUT = ("extra_keys", "kv_cache_spec_kind")
+"""Members whose default is null: a map does not have them then (vLLM 0.33, `omit_defaults`)."""
+
 
 class MalformedEvents(ValueError):
     """A payload that is no batch of KV events: says what is wrong."""
@@ -71,7 +74,8 @@ class EventCodec:
 
 
 def _values(event: KvEvent, hashed: Callable[[bytes], WireHash]) -> tuple[Any, ...]:
-    """The values of MEMBERS[type], in that order. All blocks are of one group, with full attention."""
+    """The values of MEMBERS[type], in that order. All blocks are of one group, with full attention; a tier's say neither
+    their size (0) nor that."""
     if isinstance(event, BlockStored):
         parent = None if event.parent_hash is None else hashed(event.parent_hash)
         lora_id, lora_name = event.lora or (None, None)
@@ -85,7 +89,7 @@ def _values(event: KvEvent, hashed: Callable[[bytes], WireHash]) -> tuple[Any, .
             *lora_and_medium,
             event.extra_keys or None,
             0,
-            "full_attention",
+            "full_attention" if event.block_size else None,
         )
     if isinstance(event, BlockRemoved):
         return [hashed(digest) for digest in event.block_hashes], event.medium, 0
@@ -94,7 +98,11 @@ def _values(event: KvEvent, hashed: Callable[[bytes], WireHash]) -> tuple[Any, .
 
 def _as_map(event: KvEvent, hashed: Callable[[bytes], WireHash]) -> dict[str, Any]:
     tag = type(event).__name__
-    return {"type": tag, **dict(zip(MEMBERS[tag], _values(event, hashed), strict=True))}
+    told = {"type": tag, **dict(zip(MEMBERS[tag], _values(event, hashed), strict=True))}
+    if isinstance(event, BlockStored):
+        told = {member: value for member, value in told.items() if value is not None or member not in _LEFT_OUT}
+        return told | ({"session_id": event.session_id} if event.session_id else {})
+    return told
 
 
 def _as_array(event: KvEvent, hashed: Callable[[bytes], WireHash]) -> list[Any]:

@@ -5,7 +5,8 @@ Rules, as vLLM's output processor and detokenizer have them (vLLM reference §2.
 * While a stop string is looked for, the last (longest stop string - 1) characters are held back; with
   `include_stop_str` nothing is held back.
 * A sequence that the engine ended with `stop` does not show its last token (EOS or a stop token id), but counts it.
-* A stop string is looked for only in text of tokens after `min_tokens`; the first stop string of the list that is found wins.
+* A stop string is looked for only in text of tokens after `min_tokens` (SGLang: in all); the first one of the list
+  that is found wins.
 * A stop regex (SGLang) is looked for in the last characters, as many as it can match but at most `REGEX_WINDOW_CHARS`; what it
   matched is shown, and nothing is held back for it.
 * Bytes of an unfinished character at the end of an answer are dropped.
@@ -119,6 +120,7 @@ class ChoiceState:
         "_plain",
         "_plain_only",
         "_sampling",
+        "_stops_after",
         "_tail",
         "_tail_sent",
         "_tokenizer",
@@ -152,6 +154,7 @@ class ChoiceState:
         self._detokenizer: Detokenizer | None = None
         """None while every token so far stood for itself."""
         self._plain_only = not (sampling.stop or sampling.stop_regex) and sampling.logprobs is None and stream_interval == 1
+        self._stops_after = 0 if sampling.early_stops else sampling.min_tokens
         self._hold = max((len(stop) for stop in sampling.stop), default=1) - 1
         self._look_back = max(self._hold, REGEX_WINDOW_CHARS if sampling.stop_regex else 0)
         self._interval = stream_interval
@@ -221,7 +224,7 @@ class ChoiceState:
     def _grow(self, token_ids: tuple[int, ...]) -> int:
         """Append the text of `token_ids` to the tail; the position from which stop strings may end."""
         searched_from = len(self._tail)
-        minimum = self._sampling.min_tokens
+        minimum = self._stops_after
         if minimum <= self.completion_tokens:
             self._tail += self._text_of(token_ids)
             self.completion_tokens += len(token_ids)
@@ -245,7 +248,7 @@ class ChoiceState:
     def _find_stop(self, searched_from: int) -> str | None:
         """The stop string that ends the choice; cuts the tail after or before it."""
         stops = self._sampling.stop
-        if not stops or self.completion_tokens <= self._sampling.min_tokens or len(self._tail) == searched_from:
+        if not stops or self.completion_tokens <= self._stops_after or len(self._tail) == searched_from:
             return None
         found = find_stop(self._tail, searched_from, stops)
         if found is None:

@@ -26,9 +26,12 @@ from windtunnel.core.vllm.connector.seam import (
     Notify,
     NotifyFailed,
     Peer,
+    Pulled,
+    Pulls,
     Report,
     StartWrite,
 )
+from windtunnel.wire.vllm import mooncake
 from windtunnel.wire.vllm.nixl import decode, encode
 
 LATENCY_NS = 500
@@ -155,7 +158,7 @@ class World:
         if other is None:
             self.tell(node, NotifyFailed(ask.peer, ask.notification, "nobody is there"))
         else:
-            self.tell(other, Arrived(decode(encode(ask.notification))))
+            self.tell(other, Arrived(carried(ask.notification)))
 
     def tell(self, node: Node, report: Report) -> None:
         if node.up:
@@ -253,6 +256,16 @@ class Pair(World):
         for node in self.nodes.values():
             assert node.used_blocks == 0, f"{node.name} holds {node.used_blocks} blocks"
             assert not any(node.engine.outstanding().values())
+
+
+def carried(notification: Notification) -> Notification:
+    """Over the wire and back."""
+    if isinstance(notification, Pulls):
+        return mooncake.decode_pulls(mooncake.encode_pulls(notification))
+    if isinstance(notification, Pulled):
+        (answer,) = mooncake.decode_answers(mooncake.encode_answer(notification)).pulled
+        return answer
+    return decode(encode(notification))
 
 
 def prefill_leg(name: str, prompt: int = 100, **more: Any) -> EngineRequest:

@@ -7,14 +7,13 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import uvicorn
+from tests.serve.live import PATIENCE_S
 
 from windtunnel.serve.asgi import read_body, send_bytes
+from windtunnel.serve.beside import Quiet
 from windtunnel.serve.router.app import RouterApp
 from windtunnel.serve.router.config import RouterConfig
 from windtunnel.serve.router.server import uvicorn_config
-from windtunnel.serve.sglang.pd import _Quiet
-
-PATIENCE_S = 20
 
 
 class FakeWorker:
@@ -39,7 +38,7 @@ class FakeWorker:
         self.go.set()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        raw = await read_body(receive, 1 << 20, 5)
+        raw = await read_body(receive, 1 << 20, PATIENCE_S)
         body = json.loads(raw) if raw else {}
         self.bodies.append(body)
         self.headers.append({name.decode(): value.decode() for name, value in scope["headers"]})
@@ -78,7 +77,7 @@ class FakeWorker:
 async def serving(app: Any) -> AsyncIterator[str]:
     """The base URL of an ASGI application behind a free port."""
     config = app if isinstance(app, uvicorn.Config) else uvicorn.Config(app, port=0, lifespan="off", log_config=None)
-    server = _Quiet(config)
+    server = Quiet(config)
     task = asyncio.ensure_future(server.serve())
     async with asyncio.timeout(PATIENCE_S):
         while not server.started:

@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from tests.serve.router.fake_worker import router, workers
+from tests.serve.router.fake_worker import PATIENCE_S, router, workers
 
 from windtunnel.cli.router import parse
 from windtunnel.wire.sglang.pairing import PrefillAddress, batch_size, with_bootstrap
@@ -18,12 +18,12 @@ def _prefill(url: str, port: int | None = 8998) -> PrefillAddress:
 
 @pytest.fixture
 async def client() -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient() as one:
+    async with httpx.AsyncClient(timeout=PATIENCE_S) as one:
         yield one
 
 
 async def _until(condition: object) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         while not condition():  # type: ignore[operator]
             await asyncio.sleep(0.001)
 

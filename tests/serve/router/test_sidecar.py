@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from tests.serve.router.fake_worker import FakeWorker, router, workers
+from tests.serve.router.fake_worker import PATIENCE_S, FakeWorker, router, workers
 
 from windtunnel.cli.router import parse
 from windtunnel.serve.asgi import ClientGone
@@ -22,12 +22,11 @@ from windtunnel.wire.vllm.pairing import REMOTE_DECODE
 PARAMS = {"do_remote_prefill": True, "do_remote_decode": False, "remote_block_ids": [[1, 2]], "remote_engine_id": "e"}
 CACHED = {"usage": {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 7}}, "kv_transfer_params": PARAMS}
 CHAT = "/v1/chat/completions"
-PATIENCE_S = 20
 
 
 @pytest.fixture
 async def client() -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient() as one:
+    async with httpx.AsyncClient(timeout=PATIENCE_S) as one:
         yield one
 
 

@@ -9,6 +9,7 @@ from random import Random
 from typing import Any
 
 from tests.core.sglang.driving import request
+from tests.serve.live import PATIENCE_S
 
 from windtunnel.core.outputs import StepOutput, TokenOutput
 from windtunnel.core.pacing import StepPacing
@@ -19,7 +20,6 @@ from windtunnel.serve.http11 import Cork
 from windtunnel.serve.sglang.pd import Disaggregation
 from windtunnel.serve.sglang.settings import DisaggSettings
 
-PATIENCE_S = 20
 PACING = StepPacing(base_ns=2 * MS, prefill_token_ns=0, decode_seq_ns=0)
 
 

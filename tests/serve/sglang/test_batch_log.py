@@ -4,6 +4,7 @@ import logging
 import re
 
 import pytest
+from tests.serve.live import PATIENCE_S
 from tests.serve.sglang_live import sglang
 
 from windtunnel.core.lifecycle import Event, State, Transition
@@ -67,7 +68,7 @@ async def test_a_server_logs_its_batches_when_asked(told: pytest.LogCaptureFixtu
 
     async with (
         sglang(sglang__log_batches=on, sglang__decode_log_interval=10) as server,
-        httpx.AsyncClient(base_url=server.url) as client,
+        httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S) as client,
     ):
         body = {"text": "hello [wt:7]", "sampling_params": {"max_new_tokens": 25, "ignore_eos": True}}
         assert (await client.post("/generate", json=body)).status_code == 200

@@ -113,6 +113,7 @@ async def test_each_rank_has_its_own_stream() -> None:
 async def test_a_page_tells_the_session_of_the_request_that_stored_it() -> None:
     with subscriber() as sub:
         async with talking(**ON | {"kv_events__endpoint": "tcp://[::ffff:127.0.0.1]:0"}) as (server, client):
+            await client.post("/open_session", json={"capacity_of_str_len": 1000, "session_id": "s1"})
             for name, asked in (("a", {"session_params": {"id": "s1"}}), ("b", {"session_id": "s2"}), ("c", {})):
                 body = {"text": prompt(f"{name} "), "sampling_params": {"max_new_tokens": 4}, **asked}
                 assert (await client.post("/generate", json=body)).status_code == 200

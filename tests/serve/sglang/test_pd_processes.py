@@ -184,7 +184,7 @@ async def test_up_says_where_it_is_and_stops_when_asked() -> None:
         lines = [await process.stdout.readline() for _ in range(2)]
         assert lines[0].startswith(b"vllm-1: http://127.0.0.1:") and lines[1].startswith(b"ready: http://127.0.0.1:")
         url = lines[1].split()[1].decode()
-        async with httpx.AsyncClient(trust_env=False) as client:
+        async with httpx.AsyncClient(timeout=PATIENCE_S, trust_env=False) as client:
             assert (await client.get(f"{url}/v1/models")).status_code == 200
             process.send_signal(signal.SIGTERM)
             assert await process.wait() == 0

@@ -63,7 +63,7 @@ async def pair(decode_ranks: int = 2, **both: Any) -> AsyncIterator[Pair]:
 
 
 async def _wanted() -> str:
-    async with sglang() as server, httpx.AsyncClient(trust_env=False) as client:
+    async with sglang() as server, httpx.AsyncClient(trust_env=False, timeout=PATIENCE_S) as client:
         return str((await client.post(f"{server.url}/generate", json=BODY)).json()["text"])
 
 

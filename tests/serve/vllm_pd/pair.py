@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
-from tests.serve.live import PATIENCE_S, LiveServer, RawClient, live, request_bytes
+from tests.serve.live import FOREVER_NS, PATIENCE_S, LiveServer, RawClient, live, request_bytes
 from tests.serve.router.fake_worker import router
 
 from windtunnel.core.vllm.connector.engine import ConnectorEngine
+from windtunnel.serve.clock import now_ns
 from windtunnel.serve.router.config import SidecarConfig
 from windtunnel.wire.sglang.pairing import PrefillAddress
 
@@ -20,6 +21,8 @@ REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
 COMPLETION = {"model": MODEL, "prompt": PROMPT, "max_tokens": 12}
 NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
 AS_IT_IS: dict[str, Any] = {}
+HELD: dict[str, Any] = {"kv_transfer__transfer_latency_ns": FOREVER_NS}
+"""Whoever moves blocks moves them for ever, or until `land`."""
 
 
 @dataclass
@@ -68,6 +71,26 @@ def counters(server: LiveServer) -> dict[str, int]:
 
 def holds(server: LiveServer) -> int:
     return engine_of(server).outstanding()["holds"]
+
+
+def moving(server: LiveServer) -> int:
+    """How many moves of blocks this server has under way."""
+    return len(_connection(server)._mover)
+
+
+def land(server: LiveServer) -> None:
+    """They end."""
+    connection = _connection(server)
+    backend = connection._mover.backend
+    for number in backend._handles:
+        backend._schedule(number, now_ns())
+    connection.transport._set_alarm()
+
+
+def _connection(server: LiveServer) -> Any:
+    flavour: Any = server.server.flavour
+    (connection,) = flavour._connections
+    return connection
 
 
 def at_rest(server: LiveServer) -> bool:

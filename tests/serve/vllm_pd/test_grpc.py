@@ -12,9 +12,19 @@ import pytest
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from tests.serve.grpc_live import GrpcServer, answer, completes, grpc_live, request, streamed_ids
 from tests.serve.live import FOREVER_NS
-from tests.serve.vllm_pd.pair import AS_IT_IS, NIXL, REMOTE_DECODE, at_rest, counters, engine_of, holds, until
-
-from windtunnel.core.units import S
+from tests.serve.vllm_pd.pair import (
+    AS_IT_IS,
+    HELD,
+    NIXL,
+    REMOTE_DECODE,
+    at_rest,
+    counters,
+    engine_of,
+    holds,
+    land,
+    moving,
+    until,
+)
 
 KV: dict[str, Any] = {"kv_transfer__told": NIXL, "kv_transfer__side_channel_port": 0}
 UNHURRIED: dict[str, Any] = {"pacing__time_scale": 10.0}
@@ -77,13 +87,14 @@ async def test_a_router_learns_which_connector_there_is() -> None:
 
 @both_ways
 async def test_a_call_that_is_cancelled_while_the_decode_reads_frees_both_when_the_read_has_ended(stream: bool) -> None:
-    async with pair(UNHURRIED, d={"kv_transfer__transfer_latency_ns": 5 * S}) as pd:
+    async with pair(d=HELD) as pd:
         call = pd.d.stub.Generate(leg(await pd.prefilled(), stream=stream))
         reading = asyncio.ensure_future(call.read())
-        await until(lambda: engine_of(pd.d.live).outstanding()["loads"])
+        await until(lambda: moving(pd.d.live))
         call.cancel()
         await until(lambda: not pd.d.live.states())
         assert engine_of(pd.d.live).outstanding()["orphaned_loads"] == 1
+        land(pd.d.live)
         await pd.until_idle()
         assert counters(pd.p.live) == counters(pd.d.live) == {}
         with contextlib.suppress(asyncio.CancelledError, grpc.aio.AioRpcError):
@@ -93,11 +104,12 @@ async def test_a_call_that_is_cancelled_while_the_decode_reads_frees_both_when_t
 @both_ways
 async def test_an_abort_by_id_while_the_decode_reads_ends_the_call_and_tells_the_prefill(stream: bool) -> None:
     """`Abort` is what smg sends for a client that has left a stream."""
-    async with pair(UNHURRIED, d={"kv_transfer__transfer_latency_ns": 5 * S}) as pd:
+    async with pair(d=HELD) as pd:
         asking = asyncio.ensure_future(answer(pd.d, leg(await pd.prefilled(), stream=stream, request_id="mine")))
-        await until(lambda: engine_of(pd.d.live).outstanding()["loads"])
+        await until(lambda: moving(pd.d.live))
         await pd.d.stub.Abort(pb.AbortRequest(request_ids=["mine"]))
         assert [complete.finish_reason for complete in completes(await asking)] == ["abort"]
+        land(pd.d.live)
         await pd.until_idle()
         assert counters(pd.p.live) == counters(pd.d.live) == {}
 
@@ -116,11 +128,33 @@ async def test_an_aborted_prefill_holds_nothing_and_answers_no_parameters(stream
 
 
 async def test_between_the_legs_nobody_tells_the_prefill() -> None:
-    """Nor does a decode that refuses the request: the front end's release is of HTTP's handlers (vLLM reference §7.2)."""
-    async with pair(UNHURRIED, d={"scheduler__max_model_len": 64}) as pd:
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await answer(pd.d, leg(await pd.prefilled()))
-        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    async with pair(UNHURRIED) as pd:
+        await pd.prefilled()
         assert holds(pd.p.live) == 1
         await pd.until_idle()
         assert counters(pd.p.live) == {"kv_expired_reqs": 1}
+
+
+@both_ways
+async def test_a_refusal_by_the_decode_releases_the_prefill(stream: bool) -> None:
+    """smg-grpc-servicer 0.14.1, `_notify_kv_transfer_rejected`: whatever fails before the engine has started."""
+    async with pair(UNHURRIED, d={"scheduler__max_model_len": 64}) as pd:
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await answer(pd.d, leg(await pd.prefilled(), stream=stream))
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        await pd.until_idle()
+        assert counters(pd.p.live) == {}
+
+
+@both_ways
+async def test_an_overloaded_decode_releases_the_prefill(stream: bool) -> None:
+    full = {"scheduler__max_num_queued_reqs": 1, "scheduler__max_num_seqs": 1, "pacing__itl_ns": FOREVER_NS}
+    async with pair(UNHURRIED, d=full) as pd:
+        other = asyncio.ensure_future(answer(pd.d, request(TEXT, stream=True, max_tokens=8, request_id="other")))
+        await until(lambda: pd.d.live.states() == ["decode"])
+        with pytest.raises(grpc.aio.AioRpcError):
+            await answer(pd.d, leg(await pd.prefilled(), stream=stream))
+        await until(lambda: holds(pd.p.live) == 0)
+        assert counters(pd.p.live) == {}
+        other.cancel()
+        await pd.until_idle()

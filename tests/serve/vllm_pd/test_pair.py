@@ -6,10 +6,24 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.serve.live import FOREVER_NS, live
-from tests.serve.vllm_pd.pair import COMPLETION, MODEL, PROMPT, at_rest, counters, engine_of, holds, pair, until
+from tests.serve.live import FOREVER_NS, PATIENCE_S, live
+from tests.serve.vllm_pd.pair import (
+    COMPLETION,
+    HELD,
+    MODEL,
+    PROMPT,
+    at_rest,
+    counters,
+    engine_of,
+    holds,
+    land,
+    moving,
+    pair,
+    until,
+)
 
 from windtunnel.core.units import S
+from windtunnel.wire.vllm import pairing
 
 MESSAGES = [{"role": "user", "content": PROMPT}]
 BODIES: dict[str, dict[str, Any]] = {
@@ -21,7 +35,7 @@ BODIES: dict[str, dict[str, Any]] = {
 FAST: dict[str, Any] = {"pacing__time_scale": 100.0}
 """A lease of 0.3 s, for tests in which it runs out anyway."""
 UNHURRIED: dict[str, Any] = {"pacing__time_scale": 10.0}
-"""A lease of 3 s, for tests in which it must not run out by itself on a busy machine."""
+"""A lease of 3 s, for tests in which it runs out, but not before they have looked. Elsewhere it is the 30 s of vLLM."""
 
 
 def _text(path: str, answer: dict[str, Any]) -> str:
@@ -47,7 +61,7 @@ def _streamed_text(path: str, stream: str) -> str:
 @pytest.mark.parametrize("path", BODIES)
 async def test_the_text_is_the_single_servers_and_everything_is_given_back(path: str) -> None:
     body = BODIES[path]
-    async with live() as single, httpx.AsyncClient(trust_env=False) as client:
+    async with live() as single, httpx.AsyncClient(trust_env=False, timeout=PATIENCE_S) as client:
         wanted = _text(path, (await client.post(single.url + path, json=body)).json())
     assert len(wanted.split()) == 12
     async with pair() as pd:
@@ -127,12 +141,13 @@ async def test_leaving_before_the_decode_is_scheduled_tells_the_prefill(stream: 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_leaving_while_the_decode_reads_frees_both_when_the_read_has_ended(stream: bool) -> None:
     """The blocks of the decode wait for the transport (vLLM #32255), and the prefill for the decode."""
-    async with pair(UNHURRIED, d={"kv_transfer__transfer_latency_ns": 5 * S}) as pd:
+    async with pair(d=HELD) as pd:
         client = await pd.decoding(await pd.prefilled(), stream=stream)
-        await until(lambda: engine_of(pd.d).outstanding()["loads"])
+        await until(lambda: moving(pd.d))
         client.leave("rst")
         await until(lambda: not pd.d.states())
-        assert engine_of(pd.d).outstanding()["orphaned_loads"] == 1
+        assert engine_of(pd.d).outstanding()["orphaned_loads"] == holds(pd.p) == 1
+        land(pd.d)
         await pd.until_idle()
         assert counters(pd.p) == counters(pd.d) == {}
 
@@ -306,10 +321,13 @@ async def test_push(stream: bool) -> None:
 
 async def test_leaving_during_a_push() -> None:
     push = {"kv_transfer__kv_connector": "NixlPushConnector"}
-    async with pair(UNHURRIED | push, p={"kv_transfer__transfer_latency_ns": 5 * S}) as pd:
+    async with pair(push, p=HELD) as pd:
         client = await pd.decoding(await pd.prefilled())
-        await until(lambda: pd.d.states() and engine_of(pd.d).outstanding()["loads"])
+        await until(lambda: moving(pd.p))
         client.leave("fin")
+        await until(lambda: not pd.d.states())
+        assert engine_of(pd.d).outstanding()["orphaned_loads"] == 1
+        land(pd.p)
         await pd.until_idle()
 
 
@@ -331,12 +349,23 @@ async def test_each_rank_has_a_side_channel_and_an_engine_of_its_own() -> None:
 # Between the legs
 
 
-async def test_the_gap_between_the_legs_and_its_cure() -> None:
+@pytest.mark.parametrize(("cure", "wanted"), [(False, {"kv_expired_reqs": 1}), (True, {})])
+async def test_the_gap_between_the_legs_and_its_cure(
+    cure: bool, wanted: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A client that leaves there: the blocks stay for the whole lease, unless the decode is sent all the same (bug 92)."""
-    for cure, wanted in ((False, {"kv_expired_reqs": 1}), (True, {})):
-        async with pair(UNHURRIED, between_legs_s=0.02, decode_after_departure=cure) as pd:
-            asking = asyncio.ensure_future(pd.post("/v1/completions", COMPLETION))
-            await until(lambda: holds(pd.p) == 1)
-            asking.cancel()
-            await pd.until_idle()
-            assert counters(pd.p) == wanted
+    between = asyncio.Event()
+    decode_body = pairing.decode_body
+
+    def seen(body: Any, told: Any) -> Any:
+        between.set()
+        return decode_body(body, told)
+
+    monkeypatch.setattr(pairing, "decode_body", seen)
+    async with pair(UNHURRIED, between_legs_s=3600, decode_after_departure=cure) as pd:
+        asking = asyncio.ensure_future(pd.post("/v1/completions", COMPLETION))
+        await between.wait()
+        assert holds(pd.p) == 1
+        asking.cancel()
+        await pd.until_idle()
+        assert counters(pd.p) == wanted

@@ -21,9 +21,9 @@ BODY = {"model": "windtunnel", "prompt": PROMPT, "max_tokens": 12}
 
 
 @contextlib.asynccontextmanager
-async def running(router: Any = "windtunnel", **args: list[str]) -> AsyncIterator[Running]:
+async def running(router: Any = "windtunnel", what: str = "vllm-pd", **args: list[str]) -> AsyncIterator[Running]:
     """`args`: words for one role, or for all with the name `everybody`."""
-    plan = replace(preset("vllm-pd"), router=router, liveness_s=0)
+    plan = replace(preset(what), router=router, liveness_s=0)
     fleet = Fleet(with_args(plan, {key.replace("everybody", ""): value for key, value in args.items()}))
     try:
         up = await fleet.start()
@@ -124,7 +124,7 @@ async def test_push_by_the_same_command() -> None:
 
 
 def test_a_pair_that_a_router_does_not_know_is_refused() -> None:
-    with pytest.raises(UpError, match="sglang-router does not pair vllm workers; windtunnel, smg, vllm-router do"):
+    with pytest.raises(UpError, match="sglang-router does not pair vllm workers; those that do: smg, vllm-router, windtunnel"):
         router_command(replace(preset("vllm-pd"), router="sglang-router"), {}, Ports({}), 1)
 
 

@@ -13,6 +13,7 @@ from windtunnel.serve.config import ServeConfig, UsageError
 from windtunnel.serve.flags import parse_args
 from windtunnel.serve.vllm_pd.settings import core_config
 
+MOONCAKE = '{"kv_connector": "MooncakeConnector", "kv_role": "kv_producer"}'
 NIXL = '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'
 
 
@@ -24,6 +25,7 @@ def _core(config: ServeConfig, rank: int | None = None, time_scale: float = 1.0)
     return core_config(
         config.kv_transfer,
         rank=rank,
+        host="127.0.0.1",
         port=7000,
         model=config.model,
         version=config.vllm_version,
@@ -97,7 +99,18 @@ def test_another_release_has_another_hash() -> None:
         (["--kv-transfer-config", "{"], "not JSON"),
         (["--kv-transfer-config", "[]"], "object"),
         (["--kv-transfer-config", '{"kv_connector": "NixlConnector"}'], "kv_role"),
-        (["--kv-transfer-config", '{"kv_connector": "MooncakeConnector", "kv_role": "kv_both"}'], "not modelled"),
+        (["--kv-transfer-config", '{"kv_connector": "MooncakeStoreConnector", "kv_role": "kv_both"}'], "not modelled"),
+        (["--kv-transfer-config", MOONCAKE, "--kv-transfer-backend", "nixl"], "no real bytes"),
+        (
+            ["--kv-transfer-config", MOONCAKE[:-1] + ', "kv_connector_extra_config": {"kv_lease_duration": 3}}'],
+            "not a field of",
+        ),
+        (["--kv-transfer-config", NIXL[:-1] + ', "kv_connector_extra_config": {"num_workers": 3}}'], "not a field of"),
+        (["--kv-transfer-config", MOONCAKE[:-1] + ', "kv_connector_extra_config": {"num_workers": 0}}'], "num_workers is 0"),
+        (
+            ["--kv-transfer-config", MOONCAKE[:-1] + ', "kv_connector_extra_config": {"bootstrap_server_address": "host"}}'],
+            "bootstrap_server_address is 'host': must be a host and a port",
+        ),
         (["--kv-transfer-config", '{"kv_connector": "NixlConnector", "kv_role": "boss"}'], "kv_role is 'boss'"),
         (["--kv-transfer-config", NIXL[:-1] + ', "what": 1}'], "what is not a field"),
         (["--kv-transfer-config.kv_role", "kv_both"], "kv_connector is missing"),
@@ -111,3 +124,21 @@ def test_another_release_has_another_hash() -> None:
 def test_bad_settings_are_named(args: list[str], what: str) -> None:
     with pytest.raises(UsageError, match=what):
         _parsed(*args)
+
+
+def test_what_a_mooncake_engine_is_told() -> None:
+    told = json.dumps({**json.loads(MOONCAKE), "kv_connector_extra_config": {"num_workers": 3, "mooncake_protocol": "tcp"}})
+    config = _parsed("--kv-transfer-config", told, "--mooncake-abort-request-timeout", "60", "--nixl-hold", "lease")
+    core = _core(config, time_scale=10)
+    assert core.mooncake and (core.hold_ns, core.pull_margin_ns, core.num_workers) == (6 * S, 6 * S, 3)
+    assert (core.side_channel_host, core.side_channel_port) == ("127.0.0.1", 7000)
+    assert config.kv_transfer.parsed("-").ignored == ("mooncake_protocol",)
+    assert _core(_parsed("--kv-transfer-config", MOONCAKE)).hold_ns == 480 * S
+
+
+def test_the_environment_of_mooncake(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("BOOTSTRAP_PORT", "9000"), ("ABORT_REQUEST_TIMEOUT", "7"), ("CONNECTOR_TIMEOUT", "2.5")):
+        monkeypatch.setenv(f"VLLM_MOONCAKE_{name}", value)
+    told = _parsed(*environment_flags([])).kv_transfer
+    assert told.mooncake_bootstrap_port == 9000
+    assert (told.mooncake_abort_timeout_ns, told.mooncake_connector_timeout_ns) == (7 * S, 2_500_000_000)

@@ -39,20 +39,30 @@ def _transport(server: LiveServer) -> NixlTransport:
 
 
 async def test_the_handshake_is_vllms(context: zmq.asyncio.Context) -> None:
-    """Byte for byte what `nixl/worker.py` sends and reads: a REQ socket, `[get_meta_msg, rank]`, a map of two."""
+    """What `nixl/base_worker.py` sends and reads: a REQ socket, `[get_meta_msg, stage, rank]`, a map of two and a time."""
     async with live(kv_transfer__told=NIXL, kv_transfer__side_channel_port=0, kv_transfer__engine_id="mine") as server:
         socket = context.socket(zmq.REQ)
         socket.connect(f"tcp://127.0.0.1:{_connection(server).channel.port}")
         async with asyncio.timeout(PATIENCE_S):
-            await socket.send(msgspec.msgpack.encode((b"get_meta_msg", 0)))
-            told = msgspec.msgpack.decode(await socket.recv())
+            await socket.send(msgspec.msgpack.encode((b"get_meta_msg", 0, 0)))
+            payload, clock = await socket.recv_multipart()
+        told = msgspec.msgpack.decode(payload)
+        assert isinstance(msgspec.msgpack.decode(clock), float)
         socket.close()
         assert told["compatibility_hash"] == _connection(server).engine.handshake.compatibility_hash
         metadata = msgspec.msgpack.decode(told["agent_metadata_bytes"])
         assert (metadata["engine_id"], metadata["block_size"], metadata["num_blocks"]) == ("mine", 16, 16384)
 
 
-@pytest.mark.parametrize("frames", [[b"", b"rubbish"], [b"", msgspec.msgpack.encode((b"get_meta_msg", 7))], [b"lonely"]])
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [b"", b"rubbish"],
+        [b"", msgspec.msgpack.encode((b"get_meta_msg", 0, 7))],
+        [b"", msgspec.msgpack.encode((b"get_meta_msg", 1, 0))],
+        [b"lonely"],
+    ],
+)
 async def test_other_requests_get_no_answer_and_the_next_is_served(frames: list[bytes], context: zmq.asyncio.Context) -> None:
     async with live(kv_transfer__told=NIXL, kv_transfer__side_channel_port=0) as server:
         channel = _connection(server).channel

@@ -346,7 +346,7 @@ def test_logprobs_of_held_back_chat_text_come_with_a_later_event() -> None:
 
 
 def test_a_streamed_echo_has_the_logprobs_of_the_prompt_in_front() -> None:
-    body = {"prompt": " apple banana", "echo": True, "logprobs": 0, "stream": True}
+    body = {"prompt": " apple banana", "echo": True, "logprobs": 1, "stream": True}
     generation = plan(completions, body)
     made = deltas_of(generation, *((token,) for token in TOKENIZER.encode(" holly orange", add_special_tokens=False)))
     encoder = completions.encoder(generation)
@@ -355,19 +355,37 @@ def test_a_streamed_echo_has_the_logprobs_of_the_prompt_in_front() -> None:
     assert first["text"] == " apple banana holly"
     assert first["logprobs"]["tokens"] == [" apple", " banana", " holly"]
     assert first["logprobs"]["token_logprobs"][0] is None
-    assert first["logprobs"]["text_offset"] == [0, 6, 13]
-    assert second["logprobs"]["tokens"] == [" orange"] and second["logprobs"]["text_offset"] == [19]
+    assert first["logprobs"]["text_offset"] == [-1, -1, -1]
+    assert [None if top is None else len(top) for top in first["logprobs"]["top_logprobs"]] == [None, 1, 1]
+    assert second["logprobs"]["tokens"] == [" orange"] and second["logprobs"]["text_offset"] == [-1]
+
+
+def test_no_alternatives_are_an_empty_list_and_leave_the_echoed_prompt_without_logprobs() -> None:
+    """SGLang 0.5.23, `to_openai_style_logprobs` and `if echo and request.logprobs`."""
+    generation = plan(completions, {"prompt": " apple banana", "echo": True, "logprobs": 0})
+    choice = ChoiceState(0, 0, generation.sampling, TOKENIZER)
+    choice.push(tuple(TOKENIZER.encode(" holly", add_special_tokens=False)), "length")
+    told = json.loads(completions.body(generation, [choice.result()], Usage(2, 1)))["choices"][0]
+    assert told["text"] == " apple banana holly"
+    assert told["logprobs"] | {"token_logprobs": None} == {
+        "text_offset": [-1],
+        "token_logprobs": None,
+        "tokens": [" holly"],
+        "top_logprobs": [],
+    }
 
 
 @pytest.mark.parametrize(
     ("pattern", "text", "matched"),
     [
         ("ora(n|m)ge", " a holly orange", "ora(n|m)ge"),
-        (["x+", "y o"], " a holly orange", "y o"),
+        (["x+", "y o+"], " a holly orange", "y o+"),
+        ("y o", " a holl", "y o"),
         ("^nothing$", " a holly orange x", None),
     ],
 )
 def test_a_stop_regex_ends_the_answer_and_stays_in_its_text(pattern: Any, text: str, matched: str | None) -> None:
+    """SGLang looks for the *pattern* in the text, to trim it: only a plain text is found (0.5.23, `trim_matched_stop`)."""
     generation = plan(native, {"text": "hi", "stream": True, "sampling_params": {"stop_regex": pattern, "max_new_tokens": 4}})
     tokens = TOKENIZER.encode(" a holly orange x", add_special_tokens=False)
     choice = ChoiceState(0, 0, generation.sampling, TOKENIZER, keep=False)
@@ -384,7 +402,25 @@ def test_a_stop_regex_ends_the_answer_and_stays_in_its_text(pattern: Any, text: 
     )
 
 
-@pytest.mark.parametrize(("pattern", "word"), [("(", "invalid regex"), ("(?=a)b", "not supported"), (["a"] * 65, "64")])
+def test_a_stop_string_counts_before_the_least_number_of_tokens() -> None:
+    """SGLang 0.5.23 keeps only the end-of-text token and `stop_token_ids` back until `min_new_tokens`."""
+    for stop in ({"stop": [" holly"]}, {"stop_regex": "hol+y"}):
+        body = {"text": "hi", "sampling_params": {"max_new_tokens": 9, "min_new_tokens": 9, **stop}}
+        choice = ChoiceState(0, 0, plan(native, body).sampling, TOKENIZER, keep=False)
+        for token in TOKENIZER.encode(" a holly", add_special_tokens=False):
+            choice.push((token,))
+        assert choice.stopped_by
+
+
+@pytest.mark.parametrize(
+    ("pattern", "word"),
+    [
+        ("(", "invalid regex"),
+        ("(?=a)b", "not supported"),
+        (["a"] * 33, "at most 32 stop_regex patterns are allowed, got 33"),
+        ("é" * 129, "stop_regex is 258 bytes, over the 256-byte limit"),
+    ],
+)
 def test_a_stop_regex_that_cannot_be_is_a_400(pattern: Any, word: str) -> None:
     status, told = refused(native, {"text": "hi", "sampling_params": {"stop_regex": pattern}})
     assert status == 400 and word in json.dumps(told)

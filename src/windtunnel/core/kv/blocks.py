@@ -46,8 +46,8 @@ class BlockPool:
         """For each block somebody watches (`watch`): how often it has been handed out since."""
         self._events: list[KvEvent] = []
         told = self._events if collect_events else None
-        disk = Tier(DISK, disk_blocks, block_size, told) if disk_blocks else None
-        self.tier = Tier(HOST, host_blocks, block_size, told, disk) if host_blocks else None
+        disk = Tier(DISK, disk_blocks, told) if disk_blocks else None
+        self.tier = Tier(HOST, host_blocks, told, disk) if host_blocks else None
         self._refs = [0] * num_blocks
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._cached: dict[bytes, int] = {}
@@ -188,10 +188,12 @@ class BlockPool:
         token_ids: tuple[int, ...],
         lora: tuple[int, str] | None,
         extra_keys: tuple[ShownKeys | None, ...],
+        session_id: str | None = None,
     ) -> None:
         """Publish BlockStored: consecutive blocks of one sequence, just entered or (`kv_cache_report_mode = full`) hit."""
         if self.collects_events:
-            self._events.append(BlockStored(tuple(hashes), parent, token_ids, self.block_size, lora, extra_keys))
+            size = self.block_size
+            self._events.append(BlockStored(tuple(hashes), parent, token_ids, size, lora, extra_keys, session_id=session_id))
 
     def reset(self) -> bool:
         """Forget all hashes. Succeeds only while every block is free."""

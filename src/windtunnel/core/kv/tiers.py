@@ -6,7 +6,8 @@ Rules this file lives by:
   tier has no room for enters the one behind it; a hit takes it out of its tier, and so does computing it again.
 * A tier holds hashes only, at most `capacity`; the one that came first goes first. A hit leaves the tier and comes back as the
   youngest, so this order is the order of last use.
-* Its events have the tier's medium and name hashes alone, as vLLM's offloading connector has them.
+* Its events have the tier's medium and name hashes alone, with a block size of 0: the placeholders of vLLM 0.33's
+  offloading connector without `self_describing_kv_events`.
 """
 
 from collections.abc import Container, Iterable, Sequence
@@ -14,21 +15,21 @@ from collections.abc import Container, Iterable, Sequence
 from windtunnel.core.outputs import BlockRemoved, BlockStored, KvEvent
 
 HOST = "CPU"
-DISK = "DISK"
+DISK = "STORAGE"
+"""The names of the media in events: `MEDIUM_CPU` and `MEDIUM_STORAGE` (vLLM 0.33, `distributed/kv_events.py`)."""
+
+_NO_SIZE = 0
 
 
 class Tier:
     """Owns the blocks of one medium. `events` is the pool's list, so that all media share one order; None: no events."""
 
-    def __init__(
-        self, medium: str, capacity: int, block_size: int, events: list[KvEvent] | None, behind: "Tier | None" = None
-    ) -> None:
+    def __init__(self, medium: str, capacity: int, events: list[KvEvent] | None, behind: "Tier | None" = None) -> None:
         if capacity < 1:
             raise ValueError(f"capacity is {capacity}: must be at least 1 block")
         self.medium = medium
         self.capacity = capacity
         self.behind = behind
-        self._block_size = block_size
         self._events = events
         self._hashes: dict[bytes, None] = {}
 
@@ -45,7 +46,7 @@ class Tier:
         """A block has left the pool, or the tier in front."""
         self._hashes[digest] = None
         if self._events is not None:
-            self._events.append(BlockStored((digest,), None, (), self._block_size, None, (), self.medium))
+            self._events.append(BlockStored((digest,), None, (), _NO_SIZE, None, (), self.medium))
         if len(self._hashes) > self.capacity:
             oldest = next(iter(self._hashes))
             self._forget((oldest,))

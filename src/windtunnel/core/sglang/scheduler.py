@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from heapq import heappop, heappush
 
 from windtunnel.core.lifecycle import Event, State
-from windtunnel.core.pacing import Pacing
+from windtunnel.core.pacing import Pacing, begun_at
 from windtunnel.core.request import UNTIL_RELEASED
 from windtunnel.core.sglang.admission import PrefillBudget, Verdict, expected_output
 from windtunnel.core.sglang.batch import Batch, Entry
@@ -67,6 +67,8 @@ class SglangScheduler:
         self._chance = chance
         self._ready: list[tuple[int, int, SglangSequence]] = []
         self._pushes = 0
+        self._looked_ns = -1
+        """When the waiting queue was last looked at."""
 
     # Queues
 
@@ -122,6 +124,7 @@ class SglangScheduler:
     def plan_prefill(self, now_ns: int) -> Batch | None:
         """The chunk in progress and as many waiting sequences as fit. None: there is nothing to prefill."""
         if self.chunked is None and (not self.waiting or self._full(0)):
+            self._looked_ns = now_ns
             return None
         before = len(self.running)
         budget = PrefillBudget(self.config, self.memory, self._reserve())
@@ -130,6 +133,7 @@ class SglangScheduler:
             self.chunked = None
         if self.chunked is None:
             self._admit(budget, now_ns)
+        self._looked_ns = now_ns
         if not budget.taken:
             return None
         batch = Batch(True, now_ns, now_ns, cached_tokens=budget.cached_tokens, running_before=before)
@@ -158,10 +162,11 @@ class SglangScheduler:
 
     def _admitted(self, sequence: SglangSequence, now_ns: int) -> None:
         del self.waiting[sequence]
+        begun_ns = begun_at(sequence.since_ns, self._looked_ns, now_ns)
         detail: dict[str, int | str] = {"prompt_tokens": sequence.num_tokens, "cached_tokens": sequence.cached_tokens}
         self.log.record(sequence, Event.SCHEDULE, now_ns, detail)
         sequence.started_ns = now_ns
-        sequence.ready_at_ns = now_ns + self.pacing.first_token_ns(sequence.num_tokens, sequence.cached_tokens, self.load)
+        sequence.ready_at_ns = begun_ns + self.pacing.first_token_ns(sequence.num_tokens, sequence.cached_tokens, self.load)
         if sequence.computed < sequence.num_tokens:
             self.chunked = sequence
         else:
@@ -240,6 +245,7 @@ class SglangScheduler:
 
     def delay_until(self, now_ns: int) -> None:
         """Let no deadline lie in the past: a pause is not made up for."""
+        self._looked_ns = max(self._looked_ns, now_ns)
         for sequence in self.running:
             if sequence.ready_at_ns < now_ns:
                 sequence.ready_at_ns = now_ns

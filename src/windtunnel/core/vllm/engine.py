@@ -352,7 +352,7 @@ class VllmEngine:
 
     @property
     def disk_hashes(self) -> frozenset[bytes]:
-        """What the disk tier holds; the events with the medium `DISK` give the same set."""
+        """What the disk tier holds; the events with the medium `STORAGE` give the same set."""
         tier = self._scheduler.pool.tier
         return frozenset() if tier is None or tier.behind is None else tier.behind.hashes
 

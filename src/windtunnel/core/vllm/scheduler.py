@@ -14,7 +14,7 @@ from windtunnel.core.kv.blocks import NULL_BLOCK, BlockPool
 from windtunnel.core.kv.hashing import BlockHasher
 from windtunnel.core.kv.tiers import runs_of
 from windtunnel.core.lifecycle import Event, State
-from windtunnel.core.pacing import Pacing
+from windtunnel.core.pacing import Pacing, begun_at
 from windtunnel.core.request import UNTIL_RELEASED
 from windtunnel.core.transitions import TransitionLog
 from windtunnel.core.vllm.config import VllmEngineConfig
@@ -51,6 +51,8 @@ class VllmScheduler:
         self._lora_slot_freed = False
         self._blocked: tuple[int, int] | None = None
         """(pool version, running) when the head last did not fit: the same again is no reason for a step."""
+        self._looked_ns = -1
+        """When the waiting queue was last looked at."""
 
     # What is due
 
@@ -158,6 +160,7 @@ class VllmScheduler:
         elif not self.pacing.lock_step:
             # No time passes between steps: who was preempted must not come back before something else has changed.
             self._note_blocked()
+        self._looked_ns = now_ns
         step.context_tokens += self.kv_tokens + step.prefill_tokens + step.decode_tokens
 
     def _schedule_running(self, step: Step, now_ns: int) -> None:
@@ -313,7 +316,8 @@ class VllmScheduler:
         else:
             loaded = self._bring_back(sequence, prefix, wanted)
         self._enter_running(sequence, len(prefix))
-        sequence.ready_at_ns = now_ns + self.pacing.first_token_ns(sequence.num_tokens, cached, self.load)
+        begun_ns = begun_at(sequence.since_ns, self._looked_ns, now_ns)
+        sequence.ready_at_ns = begun_ns + self.pacing.first_token_ns(sequence.num_tokens, cached, self.load)
         self._add_load_time(sequence, loaded, step)
         self._count_admission(sequence, cached, loaded, step, now_ns)
         self._prefill(sequence, tokens, step, now_ns)
@@ -411,6 +415,7 @@ class VllmScheduler:
 
     def delay_until(self, now_ns: int) -> None:
         """Let no deadline lie in the past: a pause is not made up for."""
+        self._looked_ns = max(self._looked_ns, now_ns)
         for sequence in self.running.values():
             sequence.ready_at_ns = max(sequence.ready_at_ns, now_ns)
 
@@ -435,6 +440,7 @@ class VllmScheduler:
             sequence.token_slice(first * size, stop * size),
             (lora.lora_id, lora.name) if lora else None,
             sequence.keys.shown(first, stop - first, size),
+            sequence.request.session_id,
         )
 
 

@@ -19,7 +19,7 @@ def table(server: Server) -> list[Row]:
         rows.append(("/v1/responses/{response_id}", ["GET"], RetrieveRoute(server)))
         rows.append(("/v1/responses/{response_id}/cancel", ["POST"], CancelRoute(server)))
     if not config.disable_fastapi_docs:
-        engine_paths = [path for family in families(config.runner, config.convert) for path in family.paths]
+        engine_paths = [path for family in families(config.runner, config.convert, config.num_labels) for path in family.paths]
         rows += [_row(server, rule) for rule in docs.rules([*engine_paths, *(row[0] for row in rows)])]
     return rows
 

@@ -1,5 +1,7 @@
 """What an operator does to requests and to the engine: abort, pause, sleep, reset caches (§1.3, §1.4, §3.8)."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from windtunnel.core.vllm.control import PAUSE_MODES, PauseMode
@@ -9,8 +11,9 @@ from windtunnel.serve.operations.endpoint import Call, Handler, Reply, Rule, emp
 from windtunnel.serve.state import Server
 from windtunnel.wire.family import WireError
 from windtunnel.wire.http import BAD_REQUEST, parse_json, read_json
+from windtunnel.wire.vllm.derender import ROUTES as DERENDER_ROUTES
 from windtunnel.wire.vllm.generate import disabled
-from windtunnel.wire.vllm.render import DERENDER_PATHS, ROUTES, SCALE_OUT_PATHS, Render
+from windtunnel.wire.vllm.render import ROUTES, SCALE_OUT_PATHS, Render
 
 _SLEEP_LEVELS = range(3)
 
@@ -50,10 +53,6 @@ def rendering(render: Render) -> Handler:
         return Reply(render(call.body, call.headers, server.env), 200, JSON)
 
     return handle
-
-
-def _derender(_server: Server, _call: Call) -> Reply:
-    raise WireError("Turning token outputs back into the API form is not simulated", 501, "NotImplementedError")
 
 
 def _mode(call: Call) -> PauseMode:
@@ -99,30 +98,42 @@ def _is_paused(server: Server, _call: Call) -> Reply:
     return json_reply({"is_paused": server.engine.control.paused is not None})
 
 
+@contextmanager
+def _timed(server: Server, operation: str) -> Iterator[None]:
+    began_ns = now_ns()
+    server.metrics.on_sleep_operation(operation)
+    try:
+        yield
+    finally:
+        server.metrics.on_sleep_operation(operation, (now_ns() - began_ns) / 1e9)
+
+
 async def _sleep(server: Server, call: Call) -> Reply:
     """Pauses by `mode`, then drops the KV cache; weights are discarded from level 2 on."""
     level, mode = call.query.get("level", "1"), _mode(call)
     if not level.isascii() or not level.isdigit() or int(level) not in _SLEEP_LEVELS:
         raise WireError(f"level is {level!r}: must be 0, 1 or 2", kind=BAD_REQUEST, param="query.level")
-    if mode == "wait":
-        _pause_all(server, mode)
-        await server.idle_or_resumed()
-    for engine in server.engines:
-        engine.sleep(int(level), now_ns(), mode)
-    server.driver.wake()
-    _show_sleep(server)
+    with _timed(server, "sleep"):
+        if mode == "wait":
+            _pause_all(server, mode)
+            await server.idle_or_resumed()
+        for engine in server.engines:
+            engine.sleep(int(level), now_ns(), mode)
+        server.driver.wake()
+        _show_sleep(server)
     return json_reply({"status": "sleeping", "level": int(level)})
 
 
 def _wake_up(server: Server, call: Call) -> Reply:
     """Waking only a part (`tags`) leaves the engine asleep until `kv_cache` or everything is asked for."""
     tags = call.query.get("tags")
-    if tags is None or tags == "kv_cache":
-        for engine in server.engines:
-            engine.wake(now_ns())
-        server.driver.wake()
-        server.operator.resumed()
-        _show_sleep(server)
+    with _timed(server, "wake"):
+        if tags is None or tags == "kv_cache":
+            for engine in server.engines:
+                engine.wake(now_ns())
+            server.driver.wake()
+            server.operator.resumed()
+            _show_sleep(server)
     status = "awake" if server.engine.control.sleep_level is None else "sleeping"
     return json_reply({"status": status, "tags": None if tags is None else [tags]})
 
@@ -144,7 +155,13 @@ def _reset_prefix_cache(server: Server, call: Call) -> Reply:
 
 def _release_kv_cache_memory(server: Server, _call: Call) -> Reply:
     """Frees what nobody uses; without the cache being free nothing is released."""
-    _reset(server, reset_running=False)
+    with _timed(server, "release_kv_cache_memory"):
+        _reset(server, reset_running=False)
+    return json_reply({"status": "kv_cache_released"})
+
+
+def _reset_media(server: Server, _call: Call) -> Reply:
+    server.metrics.reset_media()
     return Reply()
 
 
@@ -157,8 +174,7 @@ def _reset(server: Server, *, reset_running: bool) -> bool:
 
 SCALE_OUT: tuple[Rule, ...] = (
     post("/inference/v1/abort_requests", _scale_out_abort),
-    *(post_text(path, rendering(read)) for path, read in ROUTES.items()),
-    *(post(path, _derender) for path in DERENDER_PATHS),
+    *(post_text(path, rendering(read)) for path, read in (*ROUTES.items(), *DERENDER_ROUTES.items())),
 )
 SCALE_OUT_OFF: tuple[Rule, ...] = tuple(post(path, _forbidden) for path in SCALE_OUT_PATHS)
 DEVELOPER: tuple[Rule, ...] = (
@@ -170,7 +186,7 @@ DEVELOPER: tuple[Rule, ...] = (
     post("/wake_up", _wake_up),
     get("/is_sleeping", _is_sleeping),
     post("/reset_prefix_cache", _reset_prefix_cache),
-    post("/reset_mm_cache", empty),
+    post("/reset_mm_cache", _reset_media),
     post("/reset_encoder_cache", empty),
     post("/release_kv_cache_memory", _release_kv_cache_memory),
 )

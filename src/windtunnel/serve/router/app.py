@@ -1,4 +1,4 @@
-"""The router as an ASGI application: pairs of a prefill and a decode (`mini_lb`, `sidecar`), and plain workers in turns.
+"""The router as an ASGI application: pairs of a prefill and a decode (`mini_lb`, `sidecar`, `mooncake`), and plain workers.
 
 A plain leg is passed through as it is, and so is a client's leaving.
 """
@@ -14,6 +14,7 @@ from windtunnel.serve import asgi
 from windtunnel.serve.asgi import Receive, Scope, Send, send_bytes
 from windtunnel.serve.router.config import RouterConfig
 from windtunnel.serve.router.mini_lb import MiniLb
+from windtunnel.serve.router.mooncake import Mooncake
 from windtunnel.serve.router.proxy import Proxy, complain, pass_on, start, until_gone
 from windtunnel.serve.router.sidecar import Sidecar
 
@@ -43,6 +44,8 @@ class RouterApp:
         self._pairs: Pairs | None = None
         if config.pd:
             self._pairs = MiniLb(config, self._proxy)
+        elif config.mooncake:
+            self._pairs = Mooncake(config, self._proxy)
         elif config.sidecar is not None:
             self._pairs = Sidecar(config.sidecar, config, self._proxy)
         plain = config.decodes if config.paired else config.workers

@@ -38,12 +38,14 @@ class RouterConfig:
     """Pairs as SGLang's mini_lb makes them."""
     sidecar: SidecarConfig | None = None
     """Pairs as the llm-d sidecar makes them."""
+    mooncake: bool = False
+    """Pairs as vLLM's example proxy for Mooncake makes them."""
     body_bytes: int = 64 * 1024 * 1024
     connections: int = 4096
     request_timeout_s: float = 1800.0
 
     def __post_init__(self) -> None:
-        if self.pd and self.sidecar is not None:
+        if self.pd and (self.mooncake or self.sidecar is not None):
             raise ValueError("--pd-disaggregation (SGLang) and --vllm-pd-disaggregation exclude each other")
         name = "--pd-disaggregation" if self.pd else "--vllm-pd-disaggregation"
         if self.paired and not (self.prefills and self.decodes):
@@ -55,7 +57,7 @@ class RouterConfig:
 
     @property
     def paired(self) -> bool:
-        return self.pd or self.sidecar is not None
+        return self.pd or self.mooncake or self.sidecar is not None
 
 
 def worker_url(text: str) -> str:

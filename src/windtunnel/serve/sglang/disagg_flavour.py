@@ -34,6 +34,7 @@ class DisaggFlavour(SglangFlavour):
     """One prefill or decode server. Owns its connections."""
 
     def __init__(self, config: ServeConfig, seams: Seams) -> None:
+        super().__init__()
         self._config = config
         self._seams = seams
         self._parts: list[Disaggregation] = []

@@ -16,6 +16,7 @@ from windtunnel.core.sglang.loop import SglangLoop
 from windtunnel.core.sglang.profiles import profile
 from windtunnel.core.tokenizer import Tokenizer
 from windtunnel.serve.asgi import Endpoint
+from windtunnel.serve.clock import now_ns
 from windtunnel.serve.config import ServeConfig
 from windtunnel.serve.operations.endpoint import Row
 from windtunnel.serve.ranks import Balancer, Placer
@@ -24,6 +25,7 @@ from windtunnel.serve.sglang.batch_log import BatchLog
 from windtunnel.serve.sglang.engines import sglang_engine_config
 from windtunnel.serve.sglang.generate import SglangRoute
 from windtunnel.serve.sglang.middleware import SglangHttp, SglangKeys
+from windtunnel.serve.sglang.sessions import Sessions
 from windtunnel.serve.state import Server
 from windtunnel.wire.env import ServerEnv
 from windtunnel.wire.family import Family
@@ -39,6 +41,9 @@ class SglangFlavour:
     engine_type = "unified"
     renamed: Mapping[str, str] = MappingProxyType({})
     """Gauges that have an older name in the imitated release."""
+
+    def __init__(self) -> None:
+        self.sessions = Sessions(now_ns)
 
     def engine_config(self, config: ServeConfig, tokenizer: Tokenizer) -> SglangEngineConfig:
         return sglang_engine_config(config, tokenizer)
@@ -75,7 +80,6 @@ class SglangFlavour:
             tp_ranks=range(settings.tp_size) if settings.enable_metrics_for_all_schedulers else (0,),
             constants=constant_gauges(engine_config),
             renamed=self.renamed,
-            token_histograms=settings.collect_tokens_histogram,
         )
 
     def kv_codec(self, config: ServeConfig) -> SglangEventCodec:
@@ -97,10 +101,10 @@ class SglangFlavour:
         return families()
 
     def route(self, server: Server, family: Family) -> Endpoint:
-        return SglangRoute(server, family)
+        return SglangRoute(server, family, self.sessions)
 
     def rows(self, server: Server) -> list[Row]:
-        return operations.table(server)
+        return operations.table(server, self.sessions)
 
     def middleware(self, server: Server, app: Any) -> Any:
         """CORS is open, as in SGLang."""

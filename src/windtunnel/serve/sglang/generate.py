@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from windtunnel.core.outputs import Refusal, TokenOutput
 from windtunnel.core.sglang.profiles import Profile, profile
-from windtunnel.serve.asgi import Scope, Send, send_bytes
+from windtunnel.serve.asgi import Receive, Scope, Send, send_bytes
 from windtunnel.serve.clock import now_ns
 from windtunnel.serve.generate import STREAM_HEADERS, Departure, End, GenerateRoute, StallTimer, refused
 from windtunnel.serve.http11 import LINE, ClientLine
 from windtunnel.serve.jobs import Job
 from windtunnel.serve.orca import Header
 from windtunnel.serve.sglang.engines import scaled
+from windtunnel.serve.sglang.sessions import Sessions
 from windtunnel.serve.streams import Answer, CollectedAnswer, StreamedAnswer
 from windtunnel.wire.family import Delta, Family, Generation, WireError
 from windtunnel.wire.output import ChoiceState
@@ -129,10 +130,16 @@ class SglangRoute(GenerateRoute):
 
     collected = WokenAnswer
 
-    def __init__(self, server: "Server", family: Family) -> None:
+    def __init__(self, server: "Server", family: Family, sessions: Sessions) -> None:
         super().__init__(server, family)
+        self._sessions = sessions
         self._waits: bool = getattr(family, "waits_for_output", True)
         self._profile: Profile = profile(server.config.sglang.profile)
+
+    async def _plan(self, scope: Scope, receive: Receive) -> Generation:
+        generation = await super()._plan(scope, receive)
+        turn = generation.extra.get("session")
+        return generation if turn is None else self._sessions.join(self._server, generation, turn)
 
     def _load_report(self, generation: Generation, scope: Scope) -> list[Header]:
         """ORCA headers are vLLM's."""
@@ -147,9 +154,8 @@ class SglangRoute(GenerateRoute):
         first = FirstOutput(server.loop, stall)
         encoder = self._family.encoder(generation)
         answer = HeldAnswer(choices, self._usage(generation), end.set, encoder, sink, first)
-        job = server.jobs.start(generation, answer, choices, arrival_ns)
-        if isinstance(job, Refusal):
-            answer.early = refused(job)
+        job = None if generation.late_error else server.jobs.start(generation, answer, choices, arrival_ns)
+        answer.early = refused(job) if isinstance(job, Refusal) else generation.late_error
         try:
             if self._waits and isinstance(job, Job) and not await self._first_output(job, answer, first, scope, end):
                 return

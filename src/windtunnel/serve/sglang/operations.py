@@ -14,9 +14,11 @@ from windtunnel.serve.operations import debug
 from windtunnel.serve.operations.endpoint import Call, Handler, Reply, Row, Rule, Simple, get, json_reply, post, post_text
 from windtunnel.serve.operations.pages import MetricsPage
 from windtunnel.serve.sglang import loads
+from windtunnel.serve.sglang.engines import scaled
 from windtunnel.serve.sglang.generate import SglangRoute
 from windtunnel.serve.sglang.health import Heartbeat, probe
 from windtunnel.serve.sglang.kv_config import as_argument
+from windtunnel.serve.sglang.sessions import Sessions
 from windtunnel.serve.state import Server
 from windtunnel.wire.family import WireError
 from windtunnel.wire.http import dumps, parse_json
@@ -33,9 +35,9 @@ _LONGEST_WAIT_S = 600.0
 class Sglang:
     """What the operator's routes of one server remember besides `server.operator`. Owned by the route table."""
 
-    def __init__(self) -> None:
+    def __init__(self, sessions: Sessions) -> None:
         self.heartbeat = Heartbeat()
-        self.sessions: set[str] = set()
+        self.sessions = sessions
         self.internal_state: dict[str, Any] = {}
         self.slow_down_ms = 0.0
 
@@ -260,19 +262,29 @@ def _slow_down(server: Server, state: Sglang, call: Call) -> Reply:
 
 
 def _open_session(server: Server, state: Sglang, call: Call) -> Reply:
-    wanted = _object(call).get("session_id") or server.new_id()
+    """`timeout`: seconds without a request after which the session is closed. SGLang makes nothing of `capacity_of_str_len`."""
+    asked = _object(call)
+    wanted, patience_s = asked.get("session_id") or server.new_id(), asked.get("timeout")
     if not isinstance(wanted, str):
         raise WireError("session_id must be a text", kind=errors.INVALID)
-    if wanted in state.sessions or len(state.sessions) >= server.config.limits.stored_responses:
-        return Reply(status=400)
-    state.sessions.add(wanted)
+    if patience_s is not None and (isinstance(patience_s, bool) or not isinstance(patience_s, int | float) or patience_s < 0):
+        raise WireError("timeout must be null or a number of seconds", kind=errors.INVALID)
+    if asked.get("streaming"):
+        return _native_refusal("Streaming sessions are disabled. Please relaunch with --enable-streaming-session.")
+    patience_ns = None if patience_s is None else scaled(round(patience_s * 1e9), server.config.pacing.time_scale)
+    if not state.sessions.open(wanted, patience_ns, server.config.limits.stored_responses):
+        return _native_refusal("Failed to open the session. Check if a session with the same id is still open.")
     return json_reply(wanted)
+
+
+def _native_refusal(message: str) -> Reply:
+    return json_reply({"error": {"message": message}}, 400)
 
 
 def _close_session(_server: Server, state: Sglang, call: Call) -> Reply:
     wanted = _object(call).get("session_id", "")
     if isinstance(wanted, str):
-        state.sessions.discard(wanted)
+        state.sessions.close(wanted)
     return Reply()
 
 
@@ -422,7 +434,9 @@ def _admin_rules(state: Sglang) -> tuple[Rule, ...]:
     )
 
 
-ADMIN_PATHS = frozenset(rule.path for rule in _admin_rules(Sglang()))
+_STATELESS = Sglang(Sessions(now_ns))
+"""For the tables of paths: its rules are never called."""
+ADMIN_PATHS = frozenset(rule.path for rule in _admin_rules(_STATELESS))
 
 
 def _rules(state: Sglang) -> tuple[Rule, ...]:
@@ -464,7 +478,7 @@ def _rules(state: Sglang) -> tuple[Rule, ...]:
 
 
 POST_PATHS = frozenset(
-    rule.path for rule in (*_rules(Sglang()), *_admin_rules(Sglang()), *debug.ALWAYS) if "POST" in rule.methods
+    rule.path for rule in (*_rules(_STATELESS), *_admin_rules(_STATELESS), *debug.ALWAYS) if "POST" in rule.methods
 )
 
 
@@ -474,15 +488,16 @@ async def _health(server: Server, state: Sglang) -> Reply:
     return Reply(status=200 if await probe(server, state.heartbeat) else 503)
 
 
-def table(server: Server) -> list[Row]:
+def table(server: Server, sessions: Sessions) -> list[Row]:
     """All rows of an SGLang server with this configuration."""
-    state = Sglang()
+    state = Sglang(sessions)
     server.driver.observe(state.heartbeat)
+    server.driver.observe(sessions)
     rules = (*_rules(state), *_admin_rules(state), *debug.ALWAYS)
     rows: list[Row] = [(rule.path, rule.methods, FlatSimple(server, rule)) for rule in rules]
     rows.append(("/v1/models/{model:path}", ["GET"], ModelRoute(server)))
-    rows.append(("/generate", ["PUT"], SglangRoute(server, server.seams.family(native))))
-    rows.append(("/invocations", ["POST"], SglangRoute(server, server.seams.family(chat))))
+    rows.append(("/generate", ["PUT"], SglangRoute(server, server.seams.family(native), sessions)))
+    rows.append(("/invocations", ["POST"], SglangRoute(server, server.seams.family(chat), sessions)))
     if server.config.sglang.enable_metrics:
         rows.append(("/metrics", None, MetricsPage(server)))
     return rows

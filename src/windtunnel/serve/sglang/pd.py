@@ -1,14 +1,10 @@
 """The P/D side of one live server: sockets, then the worker, then the transport and, on a prefill, the bootstrap server."""
 
-import asyncio
-import contextlib
 import logging
 import uuid
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from random import Random
 from typing import Any
-
-import uvicorn
 
 from windtunnel.core.pacing import Pacing
 from windtunnel.core.sglang.config import SglangEngineConfig
@@ -17,6 +13,7 @@ from windtunnel.core.sglang.disagg.decode import DecodeWorker
 from windtunnel.core.sglang.disagg.prefill import PrefillWorker
 from windtunnel.core.sglang.policy import Chance
 from windtunnel.core.transfer.backends import SimBackend, TransferBackend, Write
+from windtunnel.serve.beside import Beside
 from windtunnel.serve.driver import EngineDriver
 from windtunnel.serve.nixl.agent import KvAgent, Move
 from windtunnel.serve.nixl.backend import RealBytesBackend
@@ -71,8 +68,7 @@ class Disaggregation:
         self.kv_agents = self._make_agents(engine, tp_size) if settings.transfer_backend == "nixl" else []
         self.bootstrap: Bootstrap | None = None
         self.bootstrap_port = settings.bootstrap_port
-        self._server: _Quiet | None = None
-        self._serving: asyncio.Task[None] | None = None
+        self._server: Beside | None = None
         self.worker: PrefillWorker | DecodeWorker
         if settings.mode == "prefill":
             self.worker = PrefillWorker(
@@ -129,31 +125,15 @@ class Disaggregation:
         await self.transport.close()
         for agent in self.kv_agents:
             agent.close()
-        if self._server is not None and self._serving is not None:
-            self._server.should_exit = self._server.force_exit = True
-            await self._serving
+        if self._server is not None:
+            await self._server.close()
 
     async def _serve_bootstrap(self) -> str:
         self.bootstrap = Bootstrap(round(self.settings.entry_cleanup_ns / self.time_scale))
-        self._server = _Quiet(
-            uvicorn.Config(
-                build(self.bootstrap),
-                host=self.host,
-                port=self.settings.bootstrap_port,
-                ws="none",
-                lifespan="off",
-                proxy_headers=False,
-                access_log=False,
-                log_config=None,
-            )
-        )
-        self._serving = asyncio.ensure_future(self._server.serve())
-        while not self._server.started:
-            if self._serving.done():
-                raise OSError(f"the bootstrap port {self.settings.bootstrap_port} cannot be opened on {self.host}")
-            await asyncio.sleep(0.005)
-        self.bootstrap_port = self._server.servers[0].sockets[0].getsockname()[1]
-        url = f"http://{self.host}:{self.bootstrap_port}"
+        self._server = Beside(build(self.bootstrap), self.host, self.settings.bootstrap_port)
+        await self._server.start()
+        self.bootstrap_port = self._server.port
+        url = self._server.url
         log.info("bootstrap server: %s", url)
         return url
 
@@ -211,17 +191,3 @@ def _page_move(handle: int, agent: str, write: Write) -> Move:
 
 def _nothing() -> None:
     """What a driver calls when there is no transport."""
-
-
-class _Quiet(uvicorn.Server):
-    """A server beside the main one: signals are not its business."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        yield
-
-    async def startup(self, sockets: Any = None) -> None:
-        try:
-            await super().startup(sockets)
-        except SystemExit:
-            self.should_exit = True

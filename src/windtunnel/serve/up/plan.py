@@ -2,7 +2,7 @@
 
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -11,10 +11,10 @@ FILE_LIMIT_BYTES = 1024 * 1024
 SERVERS_LIMIT = 64
 RouterKind = Literal["windtunnel", "sglang-router", "smg", "vllm-router", "none"]
 ROUTERS: tuple[RouterKind, ...] = ("windtunnel", "sglang-router", "smg", "vllm-router", "none")
-Pairing = Literal["sglang", "vllm"]
-PAIRINGS: tuple[Pairing, ...] = ("sglang", "vllm")
+Pairing = Literal["sglang", "vllm", "vllm-mooncake"]
+PAIRINGS: tuple[Pairing, ...] = ("sglang", "vllm", "vllm-mooncake")
 Role = Literal["worker", "prefill", "decode"]
-PRESETS = ("vllm", "sglang", "sglang-pd", "vllm-pd")
+PRESETS = ("vllm", "sglang", "sglang-pd", "vllm-pd", "vllm-pd-mooncake")
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 _PLACE = re.compile(r"\{(?:([A-Za-z][A-Za-z0-9_-]*)\.)?(port|bootstrap_port)\}")
 
@@ -42,7 +42,7 @@ class UpPlan:
     router_port: int = 0
     router_args: tuple[str, ...] = ()
     pairing: Pairing = "sglang"
-    """How a prefill and a decode go together: at the same time, or one after the other (`kv_transfer_params`)."""
+    """How a prefill and a decode go together: by SGLang's bootstrap, or by vLLM's `kv_transfer_params` (NIXL, Mooncake)."""
     liveness_s: float = 10.0
     """How often an orchestrator would ask each server's /health; 0: never."""
 
@@ -53,6 +53,11 @@ class UpPlan:
         for name in names:
             if not _NAME.fullmatch(name) or names.count(name) > 1:
                 raise UpError(f"server.name: {name!r} must be a word of its own, such as prefill or decode-2")
+
+    @property
+    def bootstraps(self) -> bool:
+        """A router is told the bootstrap port of each prefill."""
+        return self.pairing != "vllm"
 
     @property
     def pd(self) -> bool:
@@ -80,14 +85,29 @@ def _vllm_leg(role: Literal["prefill", "decode"], number: int) -> ServerPlan:
     return ServerPlan(role if not number else f"{role}-{number + 1}", args, role)
 
 
+def _mooncake_leg(role: Literal["prefill", "decode"], number: int) -> ServerPlan:
+    kv_role = {"prefill": "kv_producer", "decode": "kv_consumer"}[role]
+    config = f'{{"kv_connector": "MooncakeConnector", "kv_role": "{kv_role}"}}'
+    port = ("--mooncake-bootstrap-port", "{bootstrap_port}") if role == "prefill" else ()
+    args = ("--engine", "vllm", *_COMMON, "--kv-transfer-config", config, *port)
+    return ServerPlan(role if not number else f"{role}-{number + 1}", args, role)
+
+
+_LEGS: Mapping[str, tuple[Callable[[Literal["prefill", "decode"], int], ServerPlan], Pairing]] = {
+    "sglang-pd": (_leg, "sglang"),
+    "vllm-pd": (_vllm_leg, "vllm"),
+    "vllm-pd-mooncake": (_mooncake_leg, "vllm-mooncake"),
+}
+
+
 def preset(name: str, *, workers: int = 2, prefills: int = 1, decodes: int = 1) -> UpPlan:
     """Raises UpError for a name that is none."""
     if name in ("vllm", "sglang"):
         return UpPlan(tuple(_worker(name, number) for number in range(workers)))
-    if name in ("sglang-pd", "vllm-pd"):
-        leg = _leg if name == "sglang-pd" else _vllm_leg
+    if name in _LEGS:
+        leg, pairing = _LEGS[name]
         legs = [leg("prefill", number) for number in range(prefills)] + [leg("decode", number) for number in range(decodes)]
-        return UpPlan(tuple(legs), pairing="sglang" if name == "sglang-pd" else "vllm")
+        return UpPlan(tuple(legs), pairing=pairing)
     raise UpError(f"{name!r} is neither a preset ({', '.join(PRESETS)}) nor a file")
 
 

@@ -5,7 +5,6 @@ import contextlib
 import logging
 import shutil
 import signal
-import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,12 +12,12 @@ from functools import partial
 
 import httpx
 
+from windtunnel.ports import HOST, free_ports
 from windtunnel.serve.up.plan import Pairing, Ports, UpError, UpPlan
 from windtunnel.serve.up.routers import PROGRAMS, Worker, registration
 
 log = logging.getLogger("windtunnel.up")
 
-HOST = "127.0.0.1"
 READY_POLL_S = 0.05
 READY_TIMEOUT_S = 120.0
 TERM_PATIENCE_S = 5.0
@@ -34,15 +33,6 @@ class Up:
     servers: Mapping[str, str]
     """Name → base URL."""
     ports: Ports
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that were free a moment ago, all different."""
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind((HOST, 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
 
 
 def choose_ports(plan: UpPlan) -> Ports:
@@ -162,21 +152,25 @@ def _signal(process: asyncio.subprocess.Process, number: int) -> None:
 
 def router_command(plan: UpPlan, urls: Mapping[str, str], ports: Ports, port: int) -> list[str]:
     """The router's command line: ours, or a package's on PATH (reference clients §2). Raises UpError."""
+    pairs = {name: program.pairs for name, program in PROGRAMS.items()} | {"windtunnel": _OWN_PAIRS}
+    if plan.pd and plan.pairing not in pairs[plan.router]:
+        able = ", ".join(sorted(name for name, one in pairs.items() if plan.pairing in one))
+        raise UpError(f"router: {plan.router} does not pair {plan.pairing} workers; those that do: {able}")
+    pair = pairs[plan.router].get(plan.pairing, ())
     if plan.router == "windtunnel":
         head = [sys.executable, "-m", "windtunnel", "router"]
-        pair = _OWN_PAIRS[plan.pairing]
     else:
         program = PROGRAMS[plan.router]
-        if plan.pd and plan.pairing not in program.pairs:
-            able = ", ".join(name for name, one in PROGRAMS.items() if plan.pairing in one.pairs)
-            raise UpError(f"router: {plan.router} does not pair {plan.pairing} workers; windtunnel, {able} do")
         metrics = str(free_ports(1)[0])
         head = [_found(plan.router), *program.launch, "--prometheus-host", HOST, "--prometheus-port", metrics]
-        pair = program.pairs.get(plan.pairing, ())
     return [*head, "--host", HOST, "--port", str(port), *_targets(plan, pair, _workers(plan, urls, ports))]
 
 
-_OWN_PAIRS: Mapping[Pairing, tuple[str, ...]] = {"sglang": ("--pd-disaggregation",), "vllm": ("--vllm-pd-disaggregation",)}
+_OWN_PAIRS: Mapping[Pairing, tuple[str, ...]] = {
+    "sglang": ("--pd-disaggregation",),
+    "vllm": ("--vllm-pd-disaggregation",),
+    "vllm-mooncake": ("--vllm-pd-disaggregation", "--kv-connector", "mooncake"),
+}
 
 
 def _found(router: str) -> str:
@@ -187,7 +181,7 @@ def _found(router: str) -> str:
 
 
 def _workers(plan: UpPlan, urls: Mapping[str, str], ports: Ports) -> list[Worker]:
-    bootstrap = ports.bootstrap if plan.pairing == "sglang" else {}
+    bootstrap = ports.bootstrap if plan.bootstraps else {}
     return [Worker(urls[server.name], server.role, bootstrap.get(server.name)) for server in plan.servers]
 
 

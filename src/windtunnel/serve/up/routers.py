@@ -40,6 +40,7 @@ PROGRAMS: Mapping[RouterKind, Program] = MappingProxyType(
             (),
             {
                 "vllm": ("--vllm-pd-disaggregation", "--kv-connector", "nixl"),
+                "vllm-mooncake": ("--vllm-pd-disaggregation", "--kv-connector", "mooncake"),
                 "sglang": ("--mini-lb", "--vllm-pd-disaggregation"),
             },
         ),

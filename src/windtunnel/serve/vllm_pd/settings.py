@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from windtunnel.core.units import MS, US, S
-from windtunnel.core.vllm.connector.config import CONNECTORS, KvTransferConfig, compatibility_hash
+from windtunnel.core.vllm.connector.config import CONNECTORS, MOONCAKE, KvTransferConfig, compatibility_hash
 from windtunnel.wire.vllm.kv_transfer import ABORT_TIMEOUT_S, ParsedConfig, parse
 
 Hold = Literal["lease", "timeout"]
@@ -33,6 +33,13 @@ class KvTransferSettings:
     hold: Hold = "lease"
     """How long blocks are held: a lease with heartbeats, or one timeout as in the releases before #41383."""
     abort_timeout_ns: int = ABORT_TIMEOUT_S * S
+    mooncake_host: str = "localhost"
+    """Where others find a Mooncake engine and its bootstrap server; vLLM takes the machine's own address."""
+    mooncake_bootstrap_port: int = 8998
+    """0 takes a free one."""
+    mooncake_abort_timeout_ns: int = ABORT_TIMEOUT_S * S
+    mooncake_connector_timeout_ns: int = 30 * S
+    """Of one question to a bootstrap server."""
     backend: Literal["sim", "nixl"] = "sim"
     nixl_block_bytes: int = 4096
     """Real bytes of a block; a real KV cache has some hundred times as many."""
@@ -54,7 +61,10 @@ class KvTransferSettings:
 
     def parsed(self, engine_id: str) -> ParsedConfig:
         """`engine_id` counts where none was told. Raises ValueError that names the member."""
-        return parse(json.dumps(self.members), engine_id=engine_id)
+        parsed = parse(json.dumps(self.members), engine_id=engine_id)
+        if parsed.config.mooncake and self.backend == "nixl":
+            raise ValueError(f"kv_connector {MOONCAKE!r} moves no real bytes here: leave --kv-transfer-backend at sim")
+        return parsed
 
 
 def read_json(value: Any) -> dict[str, Any]:
@@ -72,6 +82,7 @@ def core_config(
     settings: KvTransferSettings,
     *,
     rank: int | None,
+    host: str,
     port: int,
     model: str,
     version: str,
@@ -80,18 +91,19 @@ def core_config(
     time_scale: float,
     change: Callable[[KvTransferConfig], KvTransferConfig],
 ) -> KvTransferConfig:
-    """What one rank's engine gets. `rank` is None where there is one only, and `port` what its side channel listens on.
+    """What one rank's engine gets. `rank` is None where there is one only, and `host` and `port` are where others find it.
     `change` is the seam for planted defects, before times are scaled.
 
     Raises ValueError.
     """
     told = settings.parsed(str(uuid.uuid4())).config
+    nixl_timeout_ns = settings.abort_timeout_ns if settings.hold == "timeout" else None
     config = replace(
         told,
         engine_id=told.engine_id if rank is None else f"{told.engine_id}_dp{rank}",
-        side_channel_host=settings.side_channel_host,
+        side_channel_host=host if told.mooncake else settings.side_channel_host,
         side_channel_port=port,
-        abort_timeout_ns=settings.abort_timeout_ns if settings.hold == "timeout" else None,
+        abort_timeout_ns=settings.mooncake_abort_timeout_ns if told.mooncake else nixl_timeout_ns,
         compatibility_hash=compatibility_hash(
             model=model,
             version=version,

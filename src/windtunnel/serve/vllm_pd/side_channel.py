@@ -10,6 +10,7 @@ import zmq.asyncio
 
 from windtunnel.core.shown import shown
 from windtunnel.core.vllm.connector.seam import Handshake, Peer
+from windtunnel.serve.clock import now_ns
 from windtunnel.serve.vllm_pd.memory import NO_REGION, Region
 from windtunnel.wire.vllm.side_channel import (
     MESSAGE_LIMIT_BYTES,
@@ -20,6 +21,7 @@ from windtunnel.wire.vllm.side_channel import (
     decode_answer,
     decode_request,
     encode_answer,
+    encode_clock,
     encode_request,
 )
 
@@ -59,14 +61,15 @@ class SideChannel:
             try:
                 if len(frames) != _FRAMES or frames[1]:
                     raise SideChannelError(f"{len(frames)} frames: must be the three of a REQ socket")
-                rank = decode_request(frames[2])
-                if rank >= answer().tp_size:
-                    raise SideChannelError(f"rank {rank} of {answer().tp_size} is asked for")
+                stage, rank = decode_request(frames[2])
+                if stage or rank >= answer().tp_size:
+                    raise SideChannelError(f"rank {rank} of {answer().tp_size} in pipeline stage {stage} of 1 is asked for")
             except SideChannelError as error:
                 self.malformed += 1
                 log.warning("side channel: %s", error)
                 continue
-            await self._socket.send_multipart([frames[0], b"", _told(answer(), rank, endpoint, region)])
+            told = _told(answer(), rank, endpoint, region)
+            await self._socket.send_multipart([frames[0], b"", told, encode_clock(now_ns() / 1e9)])
 
     def close(self) -> None:
         self._socket.close(linger=0)
@@ -116,7 +119,7 @@ async def shake_hands(context: zmq.asyncio.Context, peer: Peer, patience_s: floa
         async with asyncio.timeout(patience_s):
             socket.connect(address(peer.host, peer.port))
             await socket.send(encode_request(0))
-            answer = await socket.recv()
+            answer = (await socket.recv_multipart())[0]
     except TimeoutError:
         raise SideChannelError(f"no answer from {shown(peer.host)}:{peer.port} within {patience_s:g} s") from None
     except zmq.ZMQError as error:

@@ -1,30 +1,22 @@
-"""Carries out what a vLLM engine with a KV connector asks: handshakes, moves of blocks, notifications.
+"""Carries out what a vLLM engine with a NIXL connector asks: handshakes, moves of blocks, notifications.
 
-One ask's or one report's failure, whatever it is, becomes that one's failed report and touches no other request.
-
-The engine is sans-IO. After every input the transport wakes its driver; after every turn of the driver `pump` takes what the
-engine asks. Moves are timed by a `BlockMover` on this side. When a read lands, the side that was read is asked what of it was
-still the request's: in vLLM nobody asks, and whatever lies there is read.
+When a read lands, the side that was read is asked what of it was still the request's: in vLLM nobody asks, and whatever lies
+there is read.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import zmq.asyncio
 
 from windtunnel.core.shown import shown
-from windtunnel.core.transfer.backends import SimBackend
 from windtunnel.core.vllm.connector.engine import ConnectorEngine
-from windtunnel.core.vllm.connector.mover import BlockMover, Move
 from windtunnel.core.vllm.connector.seam import (
     Arrived,
-    Ask,
-    AskHandshake,
     HandshakeDone,
-    HandshakeFailed,
     MoveDone,
     MoveFailed,
     Notify,
@@ -34,8 +26,9 @@ from windtunnel.core.vllm.connector.seam import (
     StartRead,
     StartWrite,
 )
-from windtunnel.serve.clock import make_alarm, now_ns
-from windtunnel.serve.sglang.sockets import Peers, RankSockets
+from windtunnel.serve.clock import now_ns
+from windtunnel.serve.sglang.sockets import RankSockets
+from windtunnel.serve.vllm_pd.base import LOST, Mover, Transport
 from windtunnel.serve.vllm_pd.memory import NO_REGION, Region
 from windtunnel.serve.vllm_pd.side_channel import SideChannel, shake_hands
 from windtunnel.wire.vllm.nixl import decode, encode
@@ -50,56 +43,9 @@ from windtunnel.wire.vllm.side_channel import (
 
 log = logging.getLogger("windtunnel.serve")
 
-SOCKET_FLOOR_S = 1.0
-"""Times of the real server divide by the time scale, but a socket always gets so long."""
 HANDSHAKE_S = 5.0
 """vLLM's receive timeout of a handshake, in `nixl/worker.py`."""
-_SEND_S = 1.0
 _LANDED_S = 5.0
-HANDSHAKES_LIMIT = 256
-_LOST = "the remote agent has gone"
-
-
-class Mover(Protocol):
-    """What moves blocks: `SimMover`, or NIXL with real bytes (`serve.vllm_pd.memory`)."""
-
-    @property
-    def checks(self) -> bool:
-        """A read that is done says itself which places are foreign; otherwise the side that was read is asked."""
-        ...
-
-    def connect(self, peer: Peer, region: Region) -> None:
-        """Hands have been shaken. Raises ValueError for a side that cannot be read."""
-        ...
-
-    def find_peer(self, address: str) -> None: ...
-
-    def lose_peer(self, address: str, now_ns: int) -> None: ...
-
-    def start(self, move: Move, now_ns: int) -> None: ...
-
-    def next_event_at(self) -> int | None: ...
-
-    def run(self, now_ns: int, overwritten: Callable[[Move], Sequence[int]]) -> list[MoveDone | MoveFailed]: ...
-
-
-class SimMover(BlockMover):
-    """Moves that take time only."""
-
-    checks = False
-    backend: SimBackend
-
-    def connect(self, peer: Peer, region: Region) -> None:
-        """Raises ValueError for a side that waits for real bytes."""
-        if region.metadata:
-            raise ValueError("the other side moves real bytes: start this one with --kv-transfer-backend nixl, too")
-        self.find_peer(f"{peer.host}:{peer.port}")
-
-    def find_peer(self, address: str) -> None:
-        self.backend.find_peer(address)
-
-    def lose_peer(self, address: str, now_ns: int) -> None:
-        self.backend.lose_peer(address, now_ns)
 
 
 @dataclass(slots=True)
@@ -110,8 +56,8 @@ class _Landed:
     expiry: asyncio.TimerHandle
 
 
-class NixlTransport:
-    """One engine's. Owned by the event loop's thread; `start`, `pump` after every turn, `close` in the end."""
+class NixlTransport(Transport):
+    """See `Transport`."""
 
     def __init__(
         self,
@@ -124,109 +70,34 @@ class NixlTransport:
         region: Region = NO_REGION,
     ) -> None:
         """`region` is what the side channel tells of this engine's memory."""
+        super().__init__(engine, sockets, mover, wake, time_scale)
         self._region = region
-        self.malformed = 0
-        """Messages of the data plane that could not be read."""
         self.channel = channel
-        self._engine = engine
-        self._mover = mover
-        self._sockets = sockets
-        self._wake = wake
-        self._scale = time_scale
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._handshakes = 0
         self._endpoints: dict[str, str] = {}
         """Engine id → its data plane."""
         self._addresses: dict[str, set[str]] = {}
         """Data plane → the side channels that named it: how the mover's backend knows a peer."""
-        self._moves: dict[int, StartRead | StartWrite] = {}
         self._landed: dict[int, _Landed] = {}
-        self._loop = asyncio.get_running_loop()
-        self._alarm = make_alarm(self._loop, self._moved)
-
-    @property
-    def endpoint(self) -> str:
-        """ip:port of this engine's data plane."""
-        return self._sockets.endpoints[0]
-
-    @property
-    def context(self) -> zmq.asyncio.Context:
-        return self._sockets.context
-
-    def _socket_s(self, seconds: float) -> float:
-        return max(SOCKET_FLOOR_S, seconds / self._scale)
 
     async def start(self) -> None:
-        self._peers = Peers(self.context, self._socket_s(_SEND_S), self._connection)
+        await super().start()
         self.spawn(self.channel.serve(lambda: self._engine.handshake, self.endpoint, self._region))
         self.spawn(self._listen(self._sockets.sockets[0][0][0]))
 
     async def close(self) -> None:
-        self._alarm.close()
         for landed in self._landed.values():
             landed.expiry.cancel()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._peers.close()
+        await super().close()
         self.channel.close()
-        self._sockets.close()
-
-    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    def _report(self, report: Report) -> None:
-        self._engine.receive(report, now_ns())
-        self._wake()
 
     # What the engine asks
 
-    def pump(self) -> None:
-        """Carry out what the engine asks, and say what it has to say."""
-        for line in self._engine.take_warnings():
-            log.warning("%s", line)
-        for ask in self._engine.take_outgoing():
-            self.perform(ask)
-
-    def perform(self, ask: Ask) -> None:
-        try:
-            self._perform(ask)
-        except Exception as error:
-            log.exception("%s to %s", type(ask).__name__, shown(ask.peer.engine_id))
-            self._failed_alone(_failure_of(ask, _reason(error)))
-
-    def _perform(self, ask: Ask) -> None:
-        if isinstance(ask, AskHandshake):
-            self._handshake(ask)
-        elif isinstance(ask, Notify):
-            self._notify(ask)
-        else:
-            self._move(ask)
-
-    def _handshake(self, ask: AskHandshake) -> None:
-        if self._handshakes >= HANDSHAKES_LIMIT:
-            self._later(HandshakeFailed(ask.peer, f"{HANDSHAKES_LIMIT} handshakes are under way already"))
-            return
-        self._handshakes += 1
-        self.spawn(self._shake(ask))
-
-    async def _shake(self, ask: AskHandshake) -> None:
-        report: Report
-        try:
-            told, found = await shake_hands(self.context, ask.peer, self._socket_s(HANDSHAKE_S))
-            report = HandshakeDone(ask.peer, told)
-            if found is not None:
-                self._mover.connect(ask.peer, found.region)
-                self._found(ask.peer, told.engine_id, found.endpoint)
-        except Exception as error:
-            exc_info = None if isinstance(error, ValueError) else error
-            log.error("handshake with %s: %s", shown(ask.peer.engine_id), shown(str(error)), exc_info=exc_info)
-            report = HandshakeFailed(ask.peer, shown(str(error)))
-        finally:
-            self._handshakes -= 1
-        self._report(report)
+    async def _greet(self, peer: Peer) -> HandshakeDone:
+        told, found = await shake_hands(self.context, peer, self._socket_s(HANDSHAKE_S))
+        if found is not None:
+            self._mover.connect(peer, found.region)
+            self._found(peer, told.engine_id, found.endpoint)
+        return HandshakeDone(peer, told)
 
     def _found(self, peer: Peer, engine_id: str, endpoint: str) -> None:
         address = f"{peer.host}:{peer.port}"
@@ -237,7 +108,7 @@ class NixlTransport:
 
     def _notify(self, ask: Notify) -> None:
         def failed() -> None:
-            self._later(NotifyFailed(ask.peer, ask.notification, _LOST))
+            self._later(NotifyFailed(ask.peer, ask.notification, LOST))
 
         self._send(self._endpoints.get(ask.peer.engine_id, ""), Notification(encode(ask.notification)), failed)
 
@@ -248,43 +119,19 @@ class NixlTransport:
         else:
             peer.send([encode_message(message)], failed)
 
-    def _later(self, report: Report) -> None:
-        """Not from within a turn of the driver."""
-        self._loop.call_soon(self._report, report)
-
     def _failed_alone(self, report: Report) -> None:
-        if isinstance(report, MoveFailed):
-            self._moves.pop(report.number, None)
-            landed = self._landed.pop(report.number, None)
-            if landed is not None:
-                landed.expiry.cancel()
-        self._later(report)
+        landed = self._landed.pop(report.number, None) if isinstance(report, MoveFailed) else None
+        if landed is not None:
+            landed.expiry.cancel()
+        super()._failed_alone(report)
 
     # Moves
 
     def _move(self, ask: StartRead | StartWrite) -> None:
-        if ask.peer.engine_id not in self._endpoints:
-            self._later(MoveFailed(ask.number, _LOST))
-            return
-        self._moves[ask.number] = ask
-        self._mover.start(ask, now_ns())
-        self._set_alarm()
-
-    def _set_alarm(self) -> None:
-        at_ns = self._mover.next_event_at()
-        if at_ns is None:
-            self._alarm.clear()
+        if ask.peer.engine_id in self._endpoints:
+            super()._move(ask)
         else:
-            self._alarm.set(at_ns)
-
-    def _moved(self) -> None:
-        for report in self._mover.run(now_ns(), _not_known_yet):
-            try:
-                self._ended(report)
-            except Exception as error:
-                log.exception("the end of move %d", report.number)
-                self._failed_alone(MoveFailed(report.number, _reason(error)))
-        self._set_alarm()
+            self._later(MoveFailed(ask.number, LOST))
 
     def _ended(self, report: MoveDone | MoveFailed) -> None:
         """A move that has failed on its way to the mover is known no more."""
@@ -298,7 +145,7 @@ class NixlTransport:
         endpoint, number = self._endpoints[ask.peer.engine_id], ask.number
 
         def failed() -> None:
-            self._settle(number, MoveFailed(number, _LOST))
+            self._settle(number, MoveFailed(number, LOST))
 
         expiry = self._loop.call_later(self._socket_s(_LANDED_S), failed)
         self._landed[number] = _Landed(endpoint, expiry)
@@ -344,7 +191,7 @@ class NixlTransport:
         if not lost:
             return
         for number in [number for number, landed in self._landed.items() if landed.endpoint == endpoint]:
-            self._settle(number, MoveFailed(number, _LOST))
+            self._settle(number, MoveFailed(number, LOST))
         self._set_alarm()
 
     # Looking in
@@ -358,23 +205,6 @@ class NixlTransport:
             "moves": len(self._moves) + len(self._landed),
             "malformed_messages": self.malformed + self.channel.malformed,
         }
-
-
-def _reason(error: Exception) -> str:
-    return shown(f"{type(error).__name__}: {error}")
-
-
-def _failure_of(ask: Ask, reason: str) -> Report:
-    if isinstance(ask, AskHandshake):
-        return HandshakeFailed(ask.peer, reason)
-    if isinstance(ask, Notify):
-        return NotifyFailed(ask.peer, ask.notification, reason)
-    return MoveFailed(ask.number, reason)
-
-
-def _not_known_yet(_move: object) -> tuple[int, ...]:
-    """The mover wants it at once; the other side is asked instead."""
-    return ()
 
 
 def _forget() -> None:

@@ -73,9 +73,9 @@ def encoder(generation: Generation) -> StreamEncoder:
 
 
 class CompletionEncoder:
-    """Frames of one stream. Mutable: counts and text offsets, and whether the prompt has been echoed, per choice."""
+    """Frames of one stream. Mutable: counts, and whether anything has been said (with an echo: the prompt), per choice."""
 
-    __slots__ = ("_counts", "_heads", "_offsets", "_plain", "_spec", "_tail", "_top", "_usage")
+    __slots__ = ("_begun", "_counts", "_heads", "_plain", "_spec", "_tail", "_top", "_usage")
 
     def __init__(self, spec: CompletionSpec) -> None:
         total = spec.n * len(spec.prompts)
@@ -85,20 +85,19 @@ class CompletionEncoder:
         self._tail = b',"logprobs":null,"finish_reason":null,"matched_stop":null}],"usage":null}\n\n'
         self._plain = spec.logprobs is None and not spec.continuous_usage
         self._counts = [0] * total
-        self._offsets: list[int | None] = [None] * total
+        self._begun = [False] * total
         self._usage: Usage | None = None
 
     def delta(self, delta: Delta, usage: Usage) -> bytes:
         spec, index = self._spec, delta.index
         self._usage = usage
         self._counts[index] += len(delta.token_ids)
-        first, offset = self._offsets[index] is None, self._offsets[index] or 0
+        first, self._begun[index] = not self._begun[index], True
         text = echoed(spec, index, delta.text) if first and spec.echo else delta.text
-        self._offsets[index] = offset + len(text)
         choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None}
         if spec.logprobs is not None:
             before = prompt_entries(spec, index // spec.n) if first else []
-            choice["logprobs"] = legacy_logprobs([*before, *(delta.logprobs or ())], offset)
+            choice["logprobs"] = legacy_logprobs([*before, *(delta.logprobs or ())], spec.logprobs)
         choice |= finish_members(delta)
         told = None
         if spec.continuous_usage:
@@ -107,7 +106,7 @@ class CompletionEncoder:
         return b"%b%b\n\n" % (self._top, http.dumps({"choices": [choice], "usage": told})[1:])
 
     def plain(self, index: int) -> tuple[bytes, bytes] | None:
-        return (self._heads[index], self._tail) if self._plain and self._offsets[index] is not None else None
+        return (self._heads[index], self._tail) if self._plain and self._begun[index] else None
 
     def close(self, usage: Usage) -> bytes:
         return stream_end(self._top, self._spec, usage)
@@ -123,10 +122,10 @@ def echoed(spec: CompletionSpec, index: int, text: str) -> str:
 
 
 def prompt_entries(spec: CompletionSpec, prompt_index: int) -> list[TokenLogprob]:
-    """Logprobs of an echoed prompt; none without an echo."""
-    if not spec.echo:
+    """Logprobs of an echoed prompt; none without an echo, and none unless alternatives were asked for (SGLang 0.5.23)."""
+    if not spec.echo or not spec.logprobs:
         return []
-    return chunks.prompt_entries(spec.prompts[prompt_index].token_ids, spec.logprobs or 0, spec.env.tokenizer)
+    return chunks.prompt_entries(spec.prompts[prompt_index].token_ids, spec.logprobs, spec.env.tokenizer)
 
 
 def body(generation: Generation, choices: Sequence[ChoiceResult], usage: Usage) -> bytes:
@@ -138,6 +137,6 @@ def body(generation: Generation, choices: Sequence[ChoiceResult], usage: Usage) 
 def _choice(spec: CompletionSpec, result: ChoiceResult) -> dict[str, Any]:
     logprobs = None
     if spec.logprobs is not None:
-        logprobs = legacy_logprobs([*prompt_entries(spec, result.prompt_index), *(result.logprobs or ())], 0)
+        logprobs = legacy_logprobs([*prompt_entries(spec, result.prompt_index), *(result.logprobs or ())], spec.logprobs)
     text = echoed(spec, result.index, result.text) if spec.echo else result.text
     return {"index": result.index, "text": text, "logprobs": logprobs} | finish_members(result)

@@ -112,6 +112,7 @@ def routed_values(routed: requests.Routing) -> dict[str, Any]:
         "data_parallel_rank": routed.rank,
         "session_id": routed.session_id,
         "bootstrap": routed.bootstrap,
+        "extra": {} if routed.turn is None else {"session": routed.turn},
         "kv_transfer": None if routed.prefill_rank is None else {"disagg_prefill_dp_rank": routed.prefill_rank},
     }
 

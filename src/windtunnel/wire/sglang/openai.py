@@ -12,6 +12,7 @@ from windtunnel.wire.sglang.native import result_ids, routed_values
 from windtunnel.wire.vllm import chunks, fields
 
 DONE = chunks.DONE
+NO_OFFSET = -1
 
 
 class OpenAiRequest(requests.SamplingFields, requests.RoutingFields):
@@ -132,5 +133,7 @@ def finish_members(part: Delta | ChoiceResult) -> dict[str, Any]:
     return {"finish_reason": part.finish_reason, "matched_stop": matched}
 
 
-def legacy_logprobs(entries: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
-    return chunks.legacy_logprobs(entries, offset, as_ids=False)
+def legacy_logprobs(entries: Sequence[TokenLogprob], alternatives: int) -> dict[str, Any]:
+    """Offsets are not computed; without alternatives their list is empty (SGLang 0.5.23, `to_openai_style_logprobs`)."""
+    told = chunks.legacy_logprobs(entries, 0, as_ids=False)
+    return told | {"text_offset": [NO_OFFSET] * len(entries)} | ({} if alternatives else {"top_logprobs": []})

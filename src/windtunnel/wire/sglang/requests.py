@@ -17,11 +17,35 @@ MAX_BATCH = 1024
 """Prompts in one request; the real server has no limit."""
 MAX_N = 1024
 MAX_RANKS = 1024
-MAX_STOP_REGEX = 64
+MAX_STOP_REGEX = 32
+MAX_STOP_REGEX_BYTES = 256
+_META = frozenset(".^$*+?{}[]\\|()")
 MAX_RESULTS = 4096
 """Prompts times `n`."""
 Bootstrap = tuple[str, int | None, int]
 T = TypeVar("T")
+
+
+class SessionFields(fields.OpenModel):
+    """`session_params`: where in which session the request goes on (SGLang 0.5.23, `SessionParams`)."""
+
+    id: str | None = None
+    rid: str | None = None
+    offset: int | None = None
+    replace: bool | None = None
+    drop_previous_output: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SessionTurn:
+    """A request of a session."""
+
+    session: str
+    rid: str | None
+    """The request to go on from."""
+    offset: int
+    replace: bool
+    drop_previous_output: bool
 
 
 class RoutingFields(fields.OpenModel):
@@ -33,7 +57,7 @@ class RoutingFields(fields.OpenModel):
     priority: int | None = None
     lora_path: str | list[str | None] | None = None
     session_id: str | None = None
-    session_params: dict[str, Any] | list[dict[str, Any]] | None = None
+    session_params: SessionFields | list[SessionFields] | None = None
     bootstrap_host: str | list[str] | None = None
     bootstrap_port: int | list[int | None] | None = None
     bootstrap_room: int | list[int] | None = None
@@ -77,13 +101,14 @@ class Routing:
     extra_key: str | None
     routing_key: str | None
     session_id: str | None
+    turn: SessionTurn | None
 
 
 def routing(
     request: RoutingFields, headers: Mapping[str, str], count: int, env: SglangEnv, model: str | None = None, n: int | None = 1
 ) -> Routing:
     """`count` prompts with `n` choices each. Raises the 400 for what does not fit the batch or the server."""
-    session = request.session_params if isinstance(request.session_params, dict) else {}
+    turn = _turn(request.session_params, count * (n or 1))
     return Routing(
         rids=_rids(request.rid, count, env),
         lora=_lora(request.lora_path, model, env),
@@ -94,8 +119,20 @@ def routing(
         cache_salt=_first(request.cache_salt),
         extra_key=_first(request.extra_key),
         routing_key=headers.get("x-smg-routing-key"),
-        session_id=request.session_id or session.get("id"),
+        session_id=request.session_id or (turn.session if turn else None),
+        turn=turn,
     )
+
+
+def _turn(given: SessionFields | list[SessionFields] | None, results: int) -> SessionTurn | None:
+    told = _first(given)
+    if told is None or told.id is None:
+        return None
+    if results > 1:
+        raise WireError("session_params: a request of a session has one prompt and one answer, a batch is not simulated")
+    if (told.offset or 0) < 0:
+        raise WireError(f"session_params.offset is {told.offset}: must be at least 0")
+    return SessionTurn(told.id, told.rid, told.offset or 0, bool(told.replace), bool(told.drop_previous_output))
 
 
 def new_rid(env: SglangEnv) -> str:
@@ -265,16 +302,20 @@ SAMPLING_FIELDS = (
 def sampling_plan(request: Any, max_tokens: int, *, min_tokens: int, logprobs: int | None, env: SglangEnv) -> SamplingPlan:
     """`request` has SGLang's common names: n, stop, stop_token_ids, stop_regex, no_stop_trim, ignore_eos, skip_special_tokens.
 
+    A stop regex without metacharacters is a stop string: SGLang trims an answer where the text of the *pattern* is found.
     Raises the 400 for a stop regex that cannot be.
     """
     stop = request.stop
+    patterns = _stop_regex(getattr(request, "stop_regex", None))
+    plain = tuple(pattern for pattern in patterns if _META.isdisjoint(pattern))
     return SamplingPlan(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
         n=request.n or 1,
-        stop=tuple(text for text in ([stop] if isinstance(stop, str) else stop or ()) if text),
+        stop=(*(text for text in ([stop] if isinstance(stop, str) else stop or ()) if text), *plain),
         stop_token_ids=(*(request.stop_token_ids or ()), *(() if request.ignore_eos else env.extra_eos_token_ids)),
-        stop_regex=_stop_regex(getattr(request, "stop_regex", None)),
+        stop_regex=tuple(pattern for pattern in patterns if pattern not in plain),
+        early_stops=True,
         include_stop_str=request.no_stop_trim,
         ignore_eos=request.ignore_eos,
         skip_special_tokens=request.skip_special_tokens is not False,
@@ -284,10 +325,14 @@ def sampling_plan(request: Any, max_tokens: int, *, min_tokens: int, logprobs: i
 
 
 def _stop_regex(given: str | list[str] | None) -> tuple[str, ...]:
+    """Limits and their texts: SGLang 0.5.23, `SamplingParams.normalize`."""
     patterns = tuple(text for text in ([given] if isinstance(given, str) else given or ()) if text)
     if len(patterns) > MAX_STOP_REGEX:
-        raise WireError(f"stop_regex has {len(patterns)} patterns: at most {MAX_STOP_REGEX} in one request")
+        raise WireError(f"at most {MAX_STOP_REGEX} stop_regex patterns are allowed, got {len(patterns)}")
     for pattern in patterns:
+        size = len(pattern.encode("utf-8", "surrogatepass"))
+        if size > MAX_STOP_REGEX_BYTES:
+            raise WireError(f"stop_regex is {size} bytes, over the {MAX_STOP_REGEX_BYTES}-byte limit")
         try:
             compiled(pattern)
         except SynthesisError as error:

@@ -555,6 +555,7 @@ def _call_piece(piece: parsers.Piece, spec: ChatSpec) -> dict[str, Any]:
 def body(generation: Generation, choices: Sequence[ChoiceResult], usage: Usage) -> bytes:
     """The JSON of an answer that is not streamed, nulls included."""
     spec: ChatSpec = generation.spec
+    choices, usage = chunks.beams(generation, choices, usage)
     details = None if spec.bare_usage else chunks.body_details(usage, spec.env.enable_prompt_tokens_details, created=True)
     prompt = spec.prompts[0]
     told: dict[str, Any] = {

@@ -1,11 +1,12 @@
 """Pieces that completions and chat bodies share: usage objects, logprob lists, prompt logprobs."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from windtunnel.core.tokenizer import Tokenizer
 from windtunnel.wire.env import ServerEnv
-from windtunnel.wire.family import TokenLogprob, Usage
+from windtunnel.wire.family import ChoiceResult, Generation, TokenLogprob, Usage
 from windtunnel.wire.http import dumps
 from windtunnel.wire.output import synthetic_logprobs
 
@@ -21,6 +22,21 @@ def counts(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
     """The three counts in the order in which the real server writes them."""
     total = prompt_tokens + completion_tokens
     return {"prompt_tokens": prompt_tokens, "total_tokens": total, "completion_tokens": completion_tokens}
+
+
+def beams(generation: Generation, choices: Sequence[ChoiceResult], usage: Usage) -> tuple[Sequence[ChoiceResult], Usage]:
+    """A beam that ended by itself names the end token as its stop reason; only `include_stop_str_in_output` leaves it among its
+    tokens (vLLM 0.33, `BeamSearchOnlineMixin`)."""
+    if not generation.extra.get("beam"):
+        return choices, usage
+    ended = [choice.finish_reason == "stop" and choice.stop_reason is None for choice in choices]
+    eos = generation.spec.env.tokenizer.eos_token_id
+    cut = 0 if generation.sampling.include_stop_str else 1
+    shown = [
+        replace(choice, stop_reason=eos, token_ids=choice.token_ids[: len(choice.token_ids) - cut]) if by_itself else choice
+        for choice, by_itself in zip(choices, ended, strict=True)
+    ]
+    return shown, replace(usage, completion_tokens=usage.completion_tokens - cut * sum(ended))
 
 
 def body_usage(usage: Usage, details: Mapping[str, Any] | None, completion_details: Mapping[str, Any] | None) -> dict[str, Any]:

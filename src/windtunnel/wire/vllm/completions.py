@@ -155,7 +155,7 @@ def _check_unsupported(request: CompletionRequest, env: ServerEnv) -> None:
     sampling.check_logit_bias_keys(request.logit_bias)
     check_cache_salt(request.cache_salt, env)
     if request.use_beam_search and request.stream:
-        raise WireError("Streaming is not supported with beam search")
+        raise WireError("Streaming is not currently supported with beam search")
 
 
 def check_cache_salt(salt: str | None, env: ServerEnv) -> None:
@@ -231,7 +231,8 @@ def _or_default(value: bool | None, default: bool) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """What the request headers say, over what the body says (vLLM reference §1.6)."""
+    """What the request headers say, over what the body says (vLLM reference §1.6). Of the session the body has the first word
+    and `vllm_xargs` the last (vLLM 0.33, `_get_session_id`)."""
 
     id_base: str
     priority: int
@@ -250,9 +251,14 @@ class Routing:
             id_base=headers.get("x-request-id") or request.request_id or env.new_id(),
             priority=request.priority if priority is None else priority,
             rank=rank,
-            session_id=headers.get("x-session-id") or request.session_id,
+            session_id=request.session_id or headers.get("x-session-id") or _extra_session(request),
             late_error=late,
         )
+
+
+def _extra_session(request: Any) -> str | None:
+    named = (getattr(request, "vllm_xargs", None) or {}).get("session_id")
+    return named if isinstance(named, str) and named else None
 
 
 def _integer(text: str | None) -> int | None:
@@ -369,6 +375,7 @@ def _echoed_entries(prompt: PromptPlan, entries: Sequence[TokenLogprob], spec: C
 def body(generation: Generation, choices: Sequence[ChoiceResult], usage: Usage) -> bytes:
     """The JSON of an answer that is not streamed, nulls included."""
     spec: CompletionSpec = generation.spec
+    choices, usage = chunks.beams(generation, choices, usage)
     details = None if spec.beam else chunks.body_details(usage, spec.env.enable_prompt_tokens_details, created=False)
     told: dict[str, Any] = {
         "id": spec.response_id,

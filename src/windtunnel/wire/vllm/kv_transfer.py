@@ -6,16 +6,16 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from windtunnel.core.units import S
-from windtunnel.core.vllm.connector.config import CONNECTORS, FAILURE_POLICIES, ROLES, KvTransferConfig
+from windtunnel.core.vllm.connector.config import CONNECTORS, FAILURE_POLICIES, ROLES, KvTransferConfig, Mode
 from windtunnel.core.vllm.connector.params import is_text
 
 ABORT_TIMEOUT_S = 480
-"""`VLLM_NIXL_ABORT_REQUEST_TIMEOUT` of releases between #25897 and #41383."""
+"""`VLLM_NIXL_ABORT_REQUEST_TIMEOUT` of releases between #25897 and #41383, and `VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT`."""
 
 _LIMIT_S = 1_000_000
 
 NOT_MODELLED = (
-    "LMCacheConnectorV1", "LMCacheMPConnector", "MooncakeConnector", "MooncakeStoreConnector", "MultiConnector",
+    "LMCacheConnectorV1", "LMCacheMPConnector", "MooncakeStoreConnector", "MultiConnector",
     "OffloadingConnector", "SimpleCPUOffloadConnector", "FlexKVConnectorV1", "HF3FSKVConnector", "MoRIIOConnector",
     "P2pNcclConnector", "DecodeBenchConnector", "ExampleConnector", "SharedStorageConnector",
 )  # fmt: skip
@@ -46,9 +46,11 @@ def parse(text: str, *, engine_id: str, **facts: Any) -> ParsedConfig:
         if name not in told:
             raise ValueError(f"{name} is missing from kv-transfer-config")
     ignored: list[str] = []
-    fields = _fields(told, _FIELDS, "kv-transfer-config", ignored) | _fields(
-        extra, _EXTRA, "kv_connector_extra_config", ignored
-    )
+    fields = _fields(told, _FIELDS, "kv-transfer-config", ignored)
+    mode = CONNECTORS[fields["connector"]]
+    fields |= _fields(extra, _EXTRA[mode], f"kv_connector_extra_config of {fields['connector']}", ignored)
+    if mode == "mooncake":
+        facts = {"abort_timeout_ns": ABORT_TIMEOUT_S * S, **facts}
     return ParsedConfig(KvTransferConfig(**{"engine_id": engine_id, **facts, **fields}), tuple(ignored))
 
 
@@ -103,6 +105,20 @@ def _count(name: str, value: Any) -> int:
     return value
 
 
+def _workers(name: str, value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 1024:
+        raise ValueError(f"{name} is {value!r:.80}: must be an integer from 1 to 1024")
+    return value
+
+
+def _host_port(name: str, value: Any) -> str:
+    """`split_host_port` of vLLM: an IPv6 host stands in brackets."""
+    host, _, port = value.rpartition(":") if is_text(value, 300) else ("", "", "")
+    if not host or not (port.isascii() and port.isdigit() and 1 <= int(port) <= 65535):
+        raise ValueError(f"{name} is {value!r:.80}: must be a host and a port, such as 10.0.0.1:8998")
+    return str(value)
+
+
 def _seconds(name: str, value: Any) -> int:
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= _LIMIT_S:
         raise ValueError(f"{name} is {value!r:.80}: must be a number of seconds above 0 and at most {_LIMIT_S}")
@@ -128,7 +144,7 @@ _FIELDS: Mapping[str, _Field | None] = MappingProxyType(
         "enable_permute_local_kv": None,
     }
 )
-_EXTRA: Mapping[str, _Field | None] = MappingProxyType(
+_NIXL: Mapping[str, _Field | None] = MappingProxyType(
     {
         "kv_lease_duration": _Field("lease_ns", _seconds),
         "kv_recompute_threshold": _Field("kv_recompute_threshold", _count),
@@ -141,3 +157,13 @@ _EXTRA: Mapping[str, _Field | None] = MappingProxyType(
         "enable_cross_layers_blocks": None,
     }
 )
+_MOONCAKE: Mapping[str, _Field | None] = MappingProxyType(
+    {
+        "num_workers": _Field("num_workers", _workers),
+        "bootstrap_server_address": _Field("bootstrap_server_address", _host_port),
+        "mooncake_protocol": None,
+        "device_name": None,
+    }
+)
+_EXTRA: Mapping[Mode, Mapping[str, _Field | None]] = MappingProxyType({"pull": _NIXL, "push": _NIXL, "mooncake": _MOONCAKE})
+"""Members of `kv_connector_extra_config`."""

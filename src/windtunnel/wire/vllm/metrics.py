@@ -16,10 +16,11 @@ from itertools import product
 
 from windtunnel.core.lifecycle import Event, Transition
 from windtunnel.core.outputs import FinishReason, StepOutput, StepStats, TokenOutput
-from windtunnel.core.request import EngineRequest
+from windtunnel.core.request import EngineRequest, MediaItem
 from windtunnel.core.units import MS, S
+from windtunnel.core.vllm.connector.config import Mode
 from windtunnel.wire.metrics import Family, Histogram, MetricSpec, Store, Value
-from windtunnel.wire.vllm.nixl_metrics import NixlMetrics
+from windtunnel.wire.vllm.kv_metrics import ConnectorMetrics
 
 _MODEL = ("model_name", "engine")
 _TOKEN_FAMILIES = {
@@ -41,6 +42,9 @@ _REQUEST_BUCKETS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60
 _HIGHR_BUCKETS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1, 1.5, 2, 2.5, 3, 3.5, 4, 4.5, 5, 7.5, 10, 30, 60)
 # fmt: on
 
+MEDIA_KEPT = 4096
+"""Media that the front end remembers. vLLM's processor cache has a size in bytes (4 GiB); there are no bytes here."""
+SLEEP_OPERATIONS = ("sleep", "release_kv_cache_memory", "wake")
 SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
 REJECTIONS = ("max_num_queued_reqs", "max_num_queued_tokens")
 UNRECORDED_PATHS = frozenset({"/metrics", "/health", "/load", "/ping", "/version", "/server_info"})
@@ -127,6 +131,16 @@ def engine_specs(max_model_len: int) -> tuple[MetricSpec, ...]:
     )
 
 
+SLEEP_TIME = MetricSpec(
+    "vllm:sleep_mode_operation_duration_seconds",
+    "histogram",
+    "Duration of each sleep-mode operation",
+    ("operation",),
+    (0.01, 0.1, 1, 10, 30, 60, 120, 300, 600),
+)
+SLEEP_IN_FLIGHT = MetricSpec(
+    "vllm:sleep_mode_operations_in_flight", "gauge", "Sleep-mode operations that have not returned", ("operation",)
+)
 LORA_SPEC = MetricSpec(
     "vllm:lora_requests_info",
     "gauge",
@@ -280,11 +294,35 @@ class _EngineChildren:
         self.histogram = {name.removeprefix("vllm:"): family.child(model, engine) for name, family in histograms.items()}
 
 
+class MediaCache:
+    """What media the front end has seen lately, and what is to be told of its look-ups. Owned by a `VllmMetrics`."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, None] = {}
+        self.untold: dict[int, tuple[int, int]] = {}
+        """Rank → look-ups and hits since the rank's last step."""
+
+    def look_up(self, rank: int, items: Iterable[MediaItem]) -> None:
+        queries, hits = self.untold.get(rank, (0, 0))
+        for item in items:
+            queries += 1
+            hits += item.identifier in self._known
+            self._known.pop(item.identifier, None)
+            self._known[item.identifier] = None
+            if len(self._known) > MEDIA_KEPT:
+                del self._known[next(iter(self._known))]
+        if queries:
+            self.untold[rank] = queries, hits
+
+    def clear(self) -> None:
+        self._known.clear()
+
+
 class VllmMetrics:
     """All series of one vLLM server. Single-threaded; owns the timings of every live sequence.
 
     `clock_s` gives Unix seconds (for `_created` and the LoRA gauge). All other times are the driver's nanoseconds. The LoRA
-    gauge exists only with `max_loras`, the NIXL series only with a connector of this `kv_role`.
+    gauge exists only with `max_loras`, a connector's series only with a `kv_role`; `kv_mode` says which those are.
     """
 
     def __init__(
@@ -296,14 +334,16 @@ class VllmMetrics:
         clock_s: Callable[[], float],
         max_loras: int | None = None,
         kv_role: str | None = None,
+        kv_mode: Mode = "pull",
     ) -> None:
         self.store = Store(clock_s)
         self._clock_s = clock_s
         self._model_name = model_name
         self._live: dict[str, RequestTimings] = {}
+        self._media = MediaCache()
         self._max_loras = max_loras
         self._rejections, self._engines = self._engine_families(engine_ranks, max_model_len)
-        self._nixl = None if kv_role is None else NixlMetrics(self.store, model_name, engine_ranks, kv_role)
+        self._connector = None if kv_role is None else ConnectorMetrics(self.store, model_name, engine_ranks, kv_role, kv_mode)
         self._external_source = "host" if kv_role is None else "p2p"
         self._lora = self.store.values(LORA_SPEC) if max_loras is not None else None
         self._add_cache_config(engine_ranks, cache_config)
@@ -312,6 +352,7 @@ class VllmMetrics:
         self._http_response_size = self.store.summaries(HTTP_RESPONSE_SIZE)
         self._http_highr = self.store.histograms(HTTP_HIGHR).child()
         self._http_duration = self.store.histograms(HTTP_DURATION)
+        self._sleep: tuple[Family[Histogram], Family[Value]] | None = None
         self._tool_calls = self.store.values(TOOL_CALLS)
         for key in product(TOOL_MODES, TOOL_OUTCOMES, TOOL_REQUEST_TYPES):
             self._tool_calls.child(model_name, *key)
@@ -342,6 +383,8 @@ class VllmMetrics:
         groups: dict[str, PromptGroup] = {}
         for request in requests:
             group = groups.setdefault(request.parent_id or request.request_id, PromptGroup(n=0, open=0))
+            if request.media and not group.n:
+                self._media.look_up(rank, request.media)
             group.n += 1
             group.open += 1
             self._live[request.request_id] = RequestTimings(
@@ -366,15 +409,19 @@ class VllmMetrics:
                 timings.fold(transition)
         if step.stats is not None:
             self._fold_stats(engine, step.stats)
-            if self._nixl is not None:
-                self._nixl.on_stats(rank, step.stats)
+            if self._media.untold:
+                queries, hits = self._media.untold.pop(rank, (0, 0))
+                engine.value["mm_cache_queries"].value += queries
+                engine.value["mm_cache_hits"].value += hits
+            if self._connector is not None:
+                self._connector.on_stats(rank, step.stats)
         if step.outputs or in_runs:
             self._fold_outputs(engine, step, now_ns, in_runs)
 
     def on_transfers(self, rank: int, observations: Iterable[tuple[str, float]]) -> None:
         """What the KV connector of engine `rank` has observed (`KvEngine.take_observations`)."""
-        if self._nixl is not None:
-            self._nixl.on_transfers(rank, observations)
+        if self._connector is not None:
+            self._connector.on_transfers(rank, observations)
 
     def on_run(self, rank: int, request_id: str, times_ns: Sequence[int]) -> None:
         """Tokens of one sequence after its first, one for each of these times."""
@@ -492,6 +539,19 @@ class VllmMetrics:
             raise ValueError(f"sleep state {state!r} is none of {', '.join(SLEEP_STATES)}")
         for name in SLEEP_STATES:
             self._engines[rank].enum["engine_sleep_state", name].value = float(name == state)
+
+    def on_sleep_operation(self, operation: str, duration_s: float | None = None) -> None:
+        """One of SLEEP_OPERATIONS begins or, with a duration, has returned. The series begin with the first (vLLM 0.33)."""
+        if self._sleep is None:
+            self._sleep = self.store.histograms(SLEEP_TIME), self.store.values(SLEEP_IN_FLIGHT)
+        times, in_flight = self._sleep
+        in_flight.child(operation).value += 1 if duration_s is None else -1
+        if duration_s is not None:
+            times.child(operation).observe(duration_s)
+
+    def reset_media(self) -> None:
+        """Forget which media were seen."""
+        self._media.clear()
 
     def on_tool_parser(self, *, streaming: bool, called: bool, request_type: str, times: int = 1) -> None:
         """A tool-call parser looked at `times` deltas (or choices). Unknown request types count as `other`."""

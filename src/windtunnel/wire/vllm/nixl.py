@@ -1,8 +1,8 @@
 """What engines with NIXL connectors tell one another, as bytes (vLLM reference §7.2).
 
 `<request id>:<consumers>` ends a transfer: a reader tells the prefill, or (push) the writer tells the decode. `HB:<ids>` keeps
-holds; ids are separated by commas, which is from memory. `PUSH_REG:` is followed by a msgpack map; its members `decode_*`,
-`remote_*` and `local_block_ids` are vLLM's, `remote_request_id` is ours.
+holds; ids are separated by commas. `PUSH_REG:` is followed by a msgpack map: `request_id`, `decode_*` and `local_block_ids` are
+vLLM's (0.33.0, `nixl/push_scheduler.py`, which adds the prefill's coordinates), `remote_request_id` is ours.
 """
 
 from collections.abc import Callable, Mapping

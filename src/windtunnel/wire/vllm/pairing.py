@@ -1,4 +1,7 @@
-"""What a balancer makes of one request for a prefill and a decode, as the llm-d sidecar does (vLLM reference §7.4)."""
+"""What a balancer makes of one request for a prefill and a decode, as the llm-d sidecar does (vLLM reference §7.4).
+
+With Mooncake: as vLLM's example proxy does (`mooncake_connector_proxy.py` of 0.33.0).
+"""
 
 import json
 from collections.abc import Mapping
@@ -38,12 +41,12 @@ _COUNTED = frozenset({"/v1/chat/completions", "/v1/completions"})
 _DATA = b"data: "
 
 
-def prefill_body(path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+def prefill_body(path: str, body: Mapping[str, Any], params: Mapping[str, Any] = REMOTE_DECODE) -> dict[str, Any]:
     """One token, not streamed, blocks kept."""
     place, limits = _ONE_TOKEN[path]
     ones = dict.fromkeys(limits, 1)
     told = {name: value for name, value in body.items() if name != "stream_options"}
-    told |= {"stream": False, "kv_transfer_params": dict(REMOTE_DECODE)}
+    told |= {"stream": False, "kv_transfer_params": dict(params)}
     if place is None:
         return told | ones
     inner = body.get(place)
@@ -53,6 +56,21 @@ def prefill_body(path: str, body: Mapping[str, Any]) -> dict[str, Any]:
 def decode_body(body: Mapping[str, Any], answer: Mapping[str, Any]) -> dict[str, Any]:
     """The client's own body with what the prefill answered under `kv_transfer_params`; null when it answered nothing."""
     return {**body, "kv_transfer_params": answer.get("kv_transfer_params")}
+
+
+def mooncake_bodies(
+    path: str, body: Mapping[str, Any], transfer_id: str, bootstrap: str, engine_id: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """For a prefill and for a decode, which go out together. `bootstrap` is `http://HOST:PORT`."""
+    to_prefill = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
+    to_decode = {
+        "do_remote_decode": False,
+        "do_remote_prefill": True,
+        "remote_bootstrap_addr": bootstrap,
+        "remote_engine_id": engine_id,
+        "transfer_id": transfer_id,
+    }
+    return prefill_body(path, body, to_prefill), {**body, "kv_transfer_params": to_decode}
 
 
 def cached_tokens(answer: Mapping[str, Any]) -> int:

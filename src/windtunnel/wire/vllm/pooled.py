@@ -1,7 +1,7 @@
 """What the pooling families share: inputs, one engine step for each prompt, usage (vLLM reference §1.5).
 
 A pooling request is one prefill: the engine is asked for a single token that nobody sees, so queues and metrics hold.
-No pooling server was recorded, and no source was at hand: shapes follow the public API as we know it, unchecked.
+No pooling server was recorded; shapes, ids and refusals were checked against `vllm/entrypoints/pooling` of vLLM 0.33.0.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,12 +12,13 @@ from windtunnel.wire import http
 from windtunnel.wire.env import ServerEnv
 from windtunnel.wire.family import Generation, PromptPlan, SamplingPlan, StreamEncoder, Usage, WireError
 from windtunnel.wire.vllm import chat, fields, messages_in, models, prompts
-from windtunnel.wire.vllm.completions import Routing, check_cache_salt
+from windtunnel.wire.vllm.completions import check_cache_salt
 from windtunnel.wire.vllm.fields import CacheSalt, Int64, TokenId, Truncation
 
 ONE_STEP = SamplingPlan(max_tokens=1, ignore_eos=True)
 
 EncodingFormat = Literal["float", "base64"]
+_REMOVED_TASKS = {"score": "`classify`", "encode": "`token_embed` or `token_classify`"}
 Inputs = list[TokenId] | list[list[TokenId]] | str | list[str]
 
 
@@ -30,7 +31,6 @@ class PoolingFields(fields.OpenModel):
     truncation_side: Literal["left", "right"] | None = None
     priority: Int64 = 0
     request_id: str | None = None
-    session_id: str | None = None
     cache_salt: CacheSalt | None = None
 
 
@@ -64,8 +64,18 @@ class PooledSpec:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
+def check_removed(request: PoolingFields) -> None:
+    """Raises the 400 for members that vLLM had once (`reject_removed_pooling_parameters`)."""
+    if "normalize" in (request.model_extra or {}):
+        raise http.parameter_error("Parameter `normalize` was removed; use `use_activation` instead.", "normalize")
+    task = getattr(request, "task", None)
+    if task in _REMOVED_TASKS:
+        raise http.parameter_error(f"`{task}` task was removed; use {_REMOVED_TASKS[task]} instead.", "task")
+
+
 def input_prompts(request: InputRequest, env: ServerEnv) -> tuple[PromptPlan, ...]:
     """One prompt for each input. Raises WireError."""
+    check_removed(request)
     if request.messages is not None:
         chat.check_trust(request, env)
         return (chat.render(request.messages, request, env)[1],)
@@ -124,11 +134,11 @@ def planned(
     env: ServerEnv,
     **spec: Any,
 ) -> Generation:
-    """One engine step for each prompt."""
+    """One engine step for each prompt. The headers name the request only, not its rank, priority or session."""
     model, lora = models.resolve(request.model, env)
     check_cache_salt(request.cache_salt, env)
-    routing = Routing.read(request, headers, env)
-    answer = PooledSpec(env, f"{prefix}-{routing.id_base}", model, env.now_s(), **spec)
+    base = headers.get("x-request-id") or request.request_id or env.new_id()
+    answer = PooledSpec(env, f"{prefix}-{base}", model, env.now_s(), **spec)
     return Generation(
         spec=answer,
         response_id=answer.response_id,
@@ -138,12 +148,9 @@ def planned(
         stream=False,
         family=family,
         indexed_ids=True,
-        priority=routing.priority,
+        priority=request.priority,
         lora=lora,
         cache_salt=request.cache_salt,
-        data_parallel_rank=routing.rank,
-        session_id=routing.session_id,
-        late_error=routing.late_error,
     )
 
 
@@ -156,7 +163,7 @@ def listed(spec: PooledSpec, data: list[dict[str, Any]], usage: Usage) -> bytes:
 def usage_value(usage: Usage) -> dict[str, Any]:
     """The engine's one token is not the client's."""
     told = {"prompt_tokens": usage.prompt_tokens, "total_tokens": usage.prompt_tokens, "completion_tokens": 0}
-    return told | {"prompt_tokens_details": None}
+    return told | {"prompt_tokens_details": None, "completion_tokens_details": None}
 
 
 def no_encoder(_generation: Generation) -> StreamEncoder:

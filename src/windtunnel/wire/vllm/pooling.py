@@ -1,7 +1,6 @@
 """`/pooling`: the pooler's raw output (vLLM reference §1.5): a vector, or a classifier's probabilities."""
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
 from windtunnel.wire import http
 from windtunnel.wire.env import ServerEnv
@@ -16,17 +15,25 @@ error_body = http.error_body
 
 
 class PoolingRequest(pooled.InputRequest):
-    task: Literal["embed", "classify"] | None = None
+    task: str | None = None
 
 
 def plan(body: bytes, headers: Mapping[str, str], env: ServerEnv) -> Generation:
     """Read, validate and tokenise. Raises WireError."""
     request = http.read_model(PoolingRequest, body, headers)
     models.resolve(request.model, env)
-    size = pooled.vector_size(request, env)
     made = pooled.input_prompts(request, env)
-    told = {"size": size, "encoding_format": request.encoding_format, "extra": {"task": request.task or env.pooling_task}}
-    return pooled.planned("pool", name, request, made, headers, env, **told)
+    _check_task(request, env)
+    told = {"size": env.embedding_size, "encoding_format": request.encoding_format, "extra": {"task": env.pooling_task}}
+    return pooled.planned("pooling", name, request, made, headers, env, **told)
+
+
+def _check_task(request: PoolingRequest, env: ServerEnv) -> None:
+    """Raises the 400 of `ServingPooling._verify_pooling_task` (vLLM 0.33)."""
+    if request.dimensions is not None:
+        raise http.parameter_error("dimensions is currently not supported", "dimensions")
+    if request.task not in (None, env.pooling_task):
+        raise http.parameter_error(f"Unsupported task: {request.task!r} Supported tasks: {(env.pooling_task,)}", "task")
 
 
 def body(generation: Generation, choices: Sequence[ChoiceResult], usage: Usage) -> bytes:

@@ -9,7 +9,7 @@ from typing import Any
 from windtunnel.wire import http
 from windtunnel.wire.env import ServerEnv
 from windtunnel.wire.family import Generation, PromptPlan
-from windtunnel.wire.vllm import chat, completions, messages, responses, sampling
+from windtunnel.wire.vllm import chat, completions, derender, messages, responses, sampling
 from windtunnel.wire.vllm.generate import disabled
 from windtunnel.wire.vllm.responses_in import ResponsesRequest
 
@@ -138,6 +138,5 @@ ROUTES: Mapping[str, Render] = {
     "/v1/responses/render": responses_render,
     "/v1/messages/render": messages_render,
 }
-SCALE_OUT_PATHS = (*ROUTES, "/v1/completions/derender", "/v1/chat/completions/derender", "/inference/v1/abort_requests")
+SCALE_OUT_PATHS = (*ROUTES, *derender.ROUTES, "/inference/v1/abort_requests")
 """Routes that answer 403 on a server without `--enable-scale-out` (`generate` does so itself)."""
-DERENDER_PATHS = ("/v1/completions/derender", "/v1/chat/completions/derender")

@@ -1,7 +1,7 @@
 """`/rerank`, `/v1/rerank`, `/v2/rerank`: documents in the order of their closeness to a query (vLLM reference §1.5)."""
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Any
 
 from pydantic import Field
 
@@ -9,7 +9,7 @@ from windtunnel.wire import http
 from windtunnel.wire.env import ServerEnv
 from windtunnel.wire.family import ChoiceResult, Generation, Usage
 from windtunnel.wire.vllm import models, pooled
-from windtunnel.wire.vllm.score import similarities, text_prompts
+from windtunnel.wire.vllm.score import Texts, as_list, check_lengths, similarities, text_prompts
 
 name = "rerank"
 paths: Sequence[str] = ("/rerank", "/v1/rerank", "/v2/rerank")
@@ -20,8 +20,8 @@ error_body = http.error_body
 
 class RerankRequest(pooled.PoolingFields):
     query: str
-    documents: Annotated[list[str], Field(min_length=1)]
-    top_n: int = 0
+    documents: Texts
+    top_n: int = Field(default=0, ge=0)
     """0: all documents."""
 
 
@@ -29,9 +29,12 @@ def plan(body: bytes, headers: Mapping[str, str], env: ServerEnv) -> Generation:
     """Read, validate and tokenise. Raises WireError."""
     request = http.read_model(RerankRequest, body, headers)
     models.resolve(request.model, env)
-    made = text_prompts([request.query, *request.documents], request, env)
-    extra = {"documents": tuple(request.documents), "top_n": request.top_n}
-    return pooled.planned("rerank", name, request, made, headers, env, extra=extra)
+    pooled.check_removed(request)
+    documents = as_list(request.documents)
+    check_lengths(1, len(documents))
+    made = text_prompts([request.query, *documents], request, env)
+    extra = {"documents": tuple(documents), "top_n": request.top_n}
+    return pooled.planned("score", name, request, made, headers, env, extra=extra)
 
 
 def body(generation: Generation, choices: Sequence[ChoiceResult], usage: Usage) -> bytes:

@@ -22,21 +22,28 @@ Texts = str | list[str]
 
 
 class ScoreRequest(pooled.PoolingFields):
-    text_1: Texts = Field(validation_alias=AliasChoices("text_1", "queries"))
-    text_2: Texts = Field(validation_alias=AliasChoices("text_2", "documents", "items"))
+    text_1: Texts = Field(validation_alias=AliasChoices("text_1", "queries", "data_1"))
+    text_2: Texts = Field(validation_alias=AliasChoices("text_2", "documents", "items", "data_2"))
 
 
 def plan(body: bytes, headers: Mapping[str, str], env: ServerEnv) -> Generation:
     """Read, validate and tokenise. Raises WireError."""
     request = http.read_model(ScoreRequest, body, headers)
     models.resolve(request.model, env)
+    pooled.check_removed(request)
     first, second = as_list(request.text_1), as_list(request.text_2)
-    if not first or not second:
-        raise WireError("At least one text is needed on each side")
-    if len(first) not in (1, len(second)):
-        raise WireError(f"Texts must be 1 to N or N to N, got {len(first)} and {len(second)}")
+    check_lengths(len(first), len(second))
     made = text_prompts([*first, *second], request, env)
     return pooled.planned("score", name, request, made, headers, env, extra={"first": len(first)})
+
+
+def check_lengths(first: int, second: int) -> None:
+    if first > 1 and first != second:
+        raise WireError("Input lengths must be either 1:1, 1:N or N:N")
+    if first == 0:
+        raise WireError("At least one text element must be given")
+    if second == 0:
+        raise WireError("At least one text_pair element must be given")
 
 
 def as_list(texts: Texts) -> list[str]:

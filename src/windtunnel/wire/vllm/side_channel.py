@@ -1,7 +1,8 @@
 """What two vLLM engines with a KV connector say to each other, as bytes.
 
-The *side channel* is vLLM's: a REQ socket asks `[get_meta_msg, target rank]` in msgpack, and the ROUTER answers a map of the
-compatibility hash and, encoded once more, the agent's metadata (vLLM reference §7.2; names as in `nixl/metadata.py`). The hash
+The *side channel* is vLLM's: a REQ socket asks `[get_meta_msg, pipeline rank, tensor-parallel rank]` in msgpack, and the ROUTER
+answers two frames: a map of the compatibility hash and, encoded once more, the agent's metadata; and its clock in seconds, from
+which vLLM makes the offset of the two clocks (vLLM 0.33, `nixl/base_worker.py`, `nixl/metadata.py`; reference §7.2). The hash
 is read first, so that an engine of another release fails with that and not with a layout that cannot be read.
 
 The *data plane* is NIXL's in vLLM (UCX, RDMA). Here it is a socket whose address stands in `agent_metadata`; its messages are
@@ -48,15 +49,20 @@ class Payload(msgspec.Struct, frozen=True):
 
 
 def encode_request(rank: int) -> bytes:
-    return msgspec.msgpack.encode((GET_META, rank))
+    return msgspec.msgpack.encode((GET_META, 0, rank))
 
 
-def decode_request(message: bytes) -> int:
-    """The rank that is asked for. Raises SideChannelError."""
-    name, rank = _decode(message, tuple[bytes, int], "[get_meta_msg, rank]")
-    if name != GET_META or rank < 0:
-        raise SideChannelError(f"the request is {name[:32]!r} for rank {rank}: must be {GET_META!r} and a rank from 0")
-    return rank
+def decode_request(message: bytes) -> tuple[int, int]:
+    """The pipeline rank and the tensor-parallel rank that are asked for. Raises SideChannelError."""
+    name, stage, rank = _decode(message, tuple[bytes, int, int], "[get_meta_msg, pipeline rank, rank]")
+    if name != GET_META or stage < 0 or rank < 0:
+        raise SideChannelError(f"the request is {name[:32]!r} for rank {stage}, {rank}: must be {GET_META!r} and ranks from 0")
+    return stage, rank
+
+
+def encode_clock(now_s: float) -> bytes:
+    """The second frame of an answer."""
+    return msgspec.msgpack.encode(now_s)
 
 
 def encode_answer(compatibility_hash: str, metadata: AgentMetadata) -> bytes:

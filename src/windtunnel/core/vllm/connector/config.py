@@ -1,4 +1,7 @@
-"""What a vLLM engine with a KV connector is told at its start (vLLM reference §7.1, §7.2). Names and defaults are vLLM's."""
+"""What a vLLM engine with a KV connector is told at its start (vLLM reference §7.1, §7.2). Names and defaults are vLLM's.
+
+Those of Mooncake are from the source of 0.33.0: `mooncake_connector.py` and `envs.py`.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -13,9 +16,12 @@ ROLES: tuple[Role, ...] = ("kv_producer", "kv_consumer", "kv_both")
 FailurePolicy = Literal["fail", "recompute"]
 FAILURE_POLICIES: tuple[FailurePolicy, ...] = ("fail", "recompute")
 
-PULL, PUSH = "NixlConnector", "NixlPushConnector"
-CONNECTORS: Mapping[str, Literal["pull", "push"]] = MappingProxyType({PULL: "pull", "NixlPullConnector": "pull", PUSH: "push"})
-"""The connectors that exist here, and which side moves the blocks."""
+PULL, PUSH, MOONCAKE = "NixlConnector", "NixlPushConnector", "MooncakeConnector"
+Mode = Literal["pull", "push", "mooncake"]
+CONNECTORS: Mapping[str, Mode] = MappingProxyType(
+    {PULL: "pull", "NixlPullConnector": "pull", PUSH: "push", MOONCAKE: "mooncake"}
+)
+"""The connectors that exist here, and how blocks go: the decode reads, the prefill writes, or it writes when it is asked to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,16 +31,24 @@ class KvTransferConfig:
     engine_id: str
     connector: str = PULL
     role: Role = "kv_both"
-    """NIXL does not look at it: what a request is for stands in its own parameters. It decides which gauges there are."""
+    """NIXL does not look at it: what a request is for stands in its own parameters. It decides which gauges there are.
+    Mooncake asserts that no request is for the other role."""
     side_channel_host: str = "localhost"
     """`VLLM_NIXL_SIDE_CHANNEL_HOST`: what this engine tells others."""
     side_channel_port: int = 5600
-    """`VLLM_NIXL_SIDE_CHANNEL_PORT` plus the data-parallel index."""
+    """`VLLM_NIXL_SIDE_CHANNEL_PORT` plus the data-parallel index. Mooncake: where this engine is written to."""
     load_failure_policy: FailurePolicy = "fail"
     lease_ns: int = 30 * S
     """`kv_lease_duration`. Heartbeats go out every sixth of it; each extends by two thirds."""
     abort_timeout_ns: int | None = None
-    """Instead of a lease with heartbeats: `VLLM_NIXL_ABORT_REQUEST_TIMEOUT` of releases before #41383 (480 s)."""
+    """Instead of a lease with heartbeats: `VLLM_NIXL_ABORT_REQUEST_TIMEOUT` of releases before #41383 (480 s).
+    Mooncake has nothing else: `VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT`."""
+    num_workers: int = 10
+    """Mooncake: threads that write. Twice as many pulls wait or are written at once, and further ones stand behind them."""
+    pull_margin_ns: int = 60 * S
+    """Mooncake: a decode waits for an answer so much longer than a prefill waits for its request."""
+    bootstrap_server_address: str = ""
+    """Mooncake: a bootstrap server that runs elsewhere, as host:port."""
     kv_recompute_threshold: int = 64
     """Fewer tokens than that are not worth a pull from a decode node (`bidirectional_kv_xfer`)."""
     bidirectional_kv_xfer: bool = False
@@ -79,10 +93,23 @@ class KvTransferConfig:
             raise ValueError(f"side_channel_port is {self.side_channel_port}: must be 1 to 65535")
         if self.bidirectional_kv_xfer and self.pushes:
             raise ValueError(f"bidirectional_kv_xfer is not supported by {PUSH}")
+        if self.mooncake:
+            self._check_mooncake()
+
+    def _check_mooncake(self) -> None:
+        if self.abort_timeout_ns is None:
+            raise ValueError(f"abort_timeout_ns is None: {MOONCAKE} has no leases, so it must be a time")
+        for name in _NIXL_ONLY:
+            if getattr(self, name):
+                raise ValueError(f"{name} is not supported by {MOONCAKE}")
 
     @property
     def pushes(self) -> bool:
         return CONNECTORS[self.connector] == "push"
+
+    @property
+    def mooncake(self) -> bool:
+        return CONNECTORS[self.connector] == "mooncake"
 
     @property
     def consumes(self) -> bool:
@@ -111,6 +138,7 @@ class KvTransferConfig:
 _ONE_OF: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {"connector": tuple(CONNECTORS), "role": ROLES, "load_failure_policy": FAILURE_POLICIES}
 )
+_NIXL_ONLY = ("bidirectional_kv_xfer", "ordered_reaper", "ignore_heartbeats", "notify_own_id")
 _AT_LEAST: Mapping[str, int] = MappingProxyType(
     {
         "lease_ns": 1,
@@ -118,6 +146,8 @@ _AT_LEAST: Mapping[str, int] = MappingProxyType(
         "kv_recompute_threshold": 0,
         "decoder_kv_blocks_ttl_ns": 1,
         "expiry_margin_ns": 0,
+        "num_workers": 1,
+        "pull_margin_ns": 0,
         "tp_size": 1,
         "dcp_size": 1,
         "pp_size": 1,

@@ -8,8 +8,10 @@ from windtunnel.core.outputs import EngineError, FinishReason, StepOutput, StepS
 from windtunnel.core.pacing import Pacing
 from windtunnel.core.vllm.completion import Completion
 from windtunnel.core.vllm.config import VllmEngineConfig
+from windtunnel.core.vllm.connector.base import Connector
 from windtunnel.core.vllm.connector.config import KvTransferConfig
 from windtunnel.core.vllm.connector.loads import LOAD_FAILED, Fatal, Freed, Loaded, LoadFailed, Outcome, Overwrote
+from windtunnel.core.vllm.connector.mooncake import MooncakeConnector
 from windtunnel.core.vllm.connector.nixl import NixlConnector
 from windtunnel.core.vllm.connector.scheduler import ConnectorCompletion, ConnectorScheduler
 from windtunnel.core.vllm.connector.seam import Arrived, Ask, Handshake, Report
@@ -39,7 +41,8 @@ class ConnectorEngine(VllmEngine):
             raise ValueError(f"host_blocks is {config.host_blocks}: must be 0 with {kv.connector}")
         super().__init__(config, pacing, **more)
         pool = self._scheduler.pool
-        self.connector = NixlConnector(kv, pool, block_size=config.block_size, num_blocks=config.num_blocks)
+        kind = MooncakeConnector if kv.mooncake else NixlConnector
+        self.connector: Connector = kind(kv, pool, block_size=config.block_size, num_blocks=config.num_blocks)
         self._scheduler.connector = self.connector
         self._unread: list[Report] = []
         """What came in while the engine was frozen."""
@@ -54,7 +57,7 @@ class ConnectorEngine(VllmEngine):
     def _forget(self, sequence: VllmSequence) -> None:
         super()._forget(sequence)
         if sequence.request.kv_transfer:
-            self.connector.ended(sequence.request_id)
+            self.connector.ended(sequence.request_id, self._clock_ns)
 
     def kill(self, now_ns: int, message: str = DEATH) -> int:
         """Whoever waits for our blocks, or we for theirs: all is forgotten, and nobody is told."""
@@ -125,7 +128,7 @@ class ConnectorEngine(VllmEngine):
 
     def release_remote(self, kv_transfer: object, now_ns: int) -> bool:
         self._wake(now_ns)
-        return self.connector.release_remote(kv_transfer)
+        return self.connector.release_remote(kv_transfer, now_ns)
 
     @property
     def handshake(self) -> Handshake:
@@ -145,9 +148,7 @@ class ConnectorEngine(VllmEngine):
 
     def outstanding(self) -> dict[str, int]:
         """What is held for somebody else, or on its way: all 0 when both sides have come to rest."""
-        connector = self.connector
-        orphans = sum(load.orphaned for load in connector.loads.values())
-        return {"holds": len(connector.holds), "loads": len(connector.loads), "orphaned_loads": orphans}
+        return self.connector.outstanding()
 
     def _apply(self, outcomes: Sequence[Outcome], now_ns: int) -> None:
         for outcome in outcomes:

@@ -14,8 +14,10 @@ class Load:
     """One request's KV on its way to us. Owned by the connector until it has ended, whatever becomes of the request."""
 
     __slots__ = (
+        "again",
         "asked_ns",
         "blocks",
+        "digest",
         "first",
         "freed",
         "number",
@@ -40,6 +42,10 @@ class Load:
         self.tokens = tokens
         """Tokens that are computed when the load is done."""
         self.size_bytes = size_bytes
+        self.again = 0
+        """Tokens that are loaded and computed here all the same: the prompt's last, where its KV comes along."""
+        self.digest = ""
+        """Of the prompt, where the other side tells of which prompt its blocks are."""
         self.asked_ns: int | None = None
         """When the move was asked for; None while a handshake is under way."""
         self.orphaned = False

@@ -13,26 +13,24 @@ In push mode the decode registers its blocks, the prefill writes and says so. A 
 is not told; a write that fails stays the prefill's secret, so the decode waits (vLLM #50754).
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from windtunnel.core.kv.blocks import BlockPool
 from windtunnel.core.outputs import FinishReason
 from windtunnel.core.request import EngineRequest
 from windtunnel.core.shown import shown
-from windtunnel.core.units import S
 from windtunnel.core.vllm.connector import params as told
+from windtunnel.core.vllm.connector.base import Connector, Kept
 from windtunnel.core.vllm.connector.config import KvTransferConfig
-from windtunnel.core.vllm.connector.holds import Hold, HoldBook
-from windtunnel.core.vllm.connector.loads import Fatal, Freed, Load, Loaded, LoadFailed, Outcome, Overwrote
+from windtunnel.core.vllm.connector.holds import Hold
+from windtunnel.core.vllm.connector.loads import Freed, Load, Outcome
 from windtunnel.core.vllm.connector.params import Remote
-from windtunnel.core.vllm.connector.peers import Heart, PeerBook
+from windtunnel.core.vllm.connector.peers import Heart
 from windtunnel.core.vllm.connector.seam import (
     Arrived,
     Ask,
     Consumed,
-    Handshake,
     HandshakeDone,
     HandshakeFailed,
     Heartbeat,
@@ -57,37 +55,23 @@ COUNTERS = (
 )
 MAX_REGISTRATIONS = 4096
 """Registrations that wait for their prefill to finish; the oldest goes."""
-MAX_WARNINGS = 64
-MAX_OBSERVATIONS = 4096
 
 _KEEPS = (FinishReason.STOP, FinishReason.LENGTH)
 
 
-class NixlConnector:
+class NixlConnector(Connector):
     """Owned by one engine. All times are the engine's."""
 
+    series = "nixl"
+    counted = COUNTERS
+
     def __init__(self, config: KvTransferConfig, pool: BlockPool, *, block_size: int, num_blocks: int) -> None:
-        self.config = config
-        self.block_size = block_size
-        self.counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
-        self.observations: list[tuple[str, float]] = []
-        self.warnings: list[str] = []
-        self.holds = HoldBook(pool, ordered=config.ordered_reaper)
-        self._pool = pool
-        self.loads: dict[int, Load] = {}
-        self._num_blocks = num_blocks
-        self._peers = PeerBook(config)
+        super().__init__(config, pool, block_size=block_size, num_blocks=num_blocks)
         self._heart = Heart(config.beat_ns)
         self._wanted: dict[str, Remote] = {}
         """Requests whose KV lies elsewhere and that have not been scheduled yet."""
         self._writes: dict[int, tuple[Hold, StartWrite, int]] = {}
         self._registrations: dict[str, Registration] = {}
-        self._numbers = 0
-
-    @property
-    def handshake(self) -> Handshake:
-        config = self.config
-        return Handshake(config.engine_id, config.compatibility_hash, self.block_size, self._num_blocks, config.tp_size)
 
     # The life of a request
 
@@ -158,16 +142,12 @@ class NixlConnector:
             return self._failed_load(load, "too much waits for the handshake", None)
         return []
 
-    def _blocks_for(self, tokens: int) -> int:
-        return -(-tokens // self.block_size)
-
     def _expired(self, remote: Remote, now_ns: int) -> bool:
         return remote.expiry_ns is not None and now_ns + self.config.expiry_margin_ns >= remote.expiry_ns
 
     def finishing(
         self, request: EngineRequest, reason: FinishReason, blocks: list[int], tokens: int, cached_tokens: int, now_ns: int
-    ) -> dict[str, Any] | None:
-        """A request finishes and `blocks` are its own: the answer's parameters if they are held from here on, else None."""
+    ) -> Kept | None:
         params = request.kv_transfer
         prefill = told.asks_decode(params)
         if not params or reason not in _KEEPS or not blocks or not (prefill or self.config.bidirectional_kv_xfer):
@@ -177,21 +157,20 @@ class NixlConnector:
         hold.prompt = request.prompt_token_ids
         self.holds.add(hold)
         if not prefill:
-            return told.answer_of_decode(self.config, request.request_id, blocks, tokens, hold.deadline_ns)
+            return Kept(told.answer_of_decode(self.config, request.request_id, blocks, tokens, hold.deadline_ns))
         registration = self._registrations.pop(base_id(request.request_id), None)
         if registration is not None:
             self._write(hold, registration, now_ns)
-        return told.answer_of_prefill(self.config, request.request_id, blocks, tokens, cached_tokens)
+        return Kept(told.answer_of_prefill(self.config, request.request_id, blocks, tokens, cached_tokens))
 
-    def ended(self, request_id: str) -> None:
-        """A request is over, in whatever way. If it was never scheduled, its prefill learns it here."""
+    def ended(self, request_id: str, now_ns: int) -> None:
+        """If it was never scheduled, its prefill learns it here."""
         self._heart.stop(request_id)
         remote = self._wanted.pop(request_id, None)
         if remote is not None and not self.config.pushes:
             self._tell_consumed(remote, request_id)
 
-    def release_remote(self, kv_transfer: object) -> bool:
-        """See `KvEngine.release_remote`."""
+    def release_remote(self, kv_transfer: object, now_ns: int) -> bool:
         params = kv_transfer if isinstance(kv_transfer, Mapping) else None
         remote = told.remote_of(params)
         if remote is None or not told.asks_prefill(params) or self.config.pushes or self.config.refusals_tell_nobody:
@@ -238,34 +217,13 @@ class NixlConnector:
         load = self.loads.pop(report.number, None)
         if load is None:
             return []
-        self._observe(load.size_bytes, len(load.moving), now_ns - (load.asked_ns or 0))
+        self._observe(load.size_bytes, len(load.moving) * self.config.descriptors_per_block, now_ns - (load.asked_ns or 0))
         self._tell_consumed(load.remote, load.request_id)
         return self._arrived_load(load, report.foreign)
 
     def _arrived_load(self, load: Load, foreign: Sequence[int]) -> list[Outcome]:
         self._heart.stop(load.request_id)
-        if load.orphaned:
-            return self._orphan_ended(load, landed=True)
-        return [Loaded(load, tuple(load.first + at for at in foreign))]
-
-    def orphan(self, load: Load) -> bool:
-        """Its request has gone. True if the blocks are the load's from here on, False if they are to be freed at once."""
-        load.orphaned = True
-        if self.config.free_on_abort:
-            load.freed = self._pool.watch(load.moving)
-        return load.freed is None
-
-    def _orphan_ended(self, load: Load, *, landed: bool) -> list[Outcome]:
-        if load.freed is not None:
-            generations = self._pool.generations
-            hit = [block for block, at in zip(load.moving, load.freed, strict=True) if generations[block] != at]
-            return [Overwrote(hit)] if hit and landed else []
-        if self.config.die_of_late_load:
-            return [Freed(load.request_id, load.blocks), Fatal(load.request_id)]
-        if self.config.forget_on_abort:
-            self.loads[load.number] = load
-            return []
-        return [Freed(load.request_id, load.blocks)]
+        return super()._arrived_load(load, foreign)
 
     def _move_failed(self, report: MoveFailed, now_ns: int) -> list[Outcome]:
         if report.number in self._writes:
@@ -280,11 +238,7 @@ class NixlConnector:
         del self.loads[load.number]
         self._heart.stop(load.request_id)
         self.counters["nixl_num_failed_transfers"] += not counted
-        if load.orphaned:
-            return self._orphan_ended(load, landed=False)
-        return [
-            LoadFailed(load, reason, load.first + min(failed, default=len(load.moving)) if failed is not None else load.first)
-        ]
+        return self._lost_load(load, reason, failed)
 
     def _notify_failed(self, report: NotifyFailed, now_ns: int) -> list[Outcome]:
         """The peer's agent is kept: only a new engine id brings a new handshake (vLLM reference §9.4, entry 43).
@@ -299,9 +253,6 @@ class NixlConnector:
         if not isinstance(notification, Heartbeat):
             self.counters["nixl_num_failed_notifications"] += 1
             self.counters["nixl_num_failed_transfers"] += 1
-
-    def _load_of(self, request_id: str) -> Load | None:
-        return next((load for load in self.loads.values() if load.request_id == request_id), None)
 
     def _notified(self, report: Arrived, now_ns: int) -> list[Outcome]:
         match report.notification:
@@ -366,7 +317,7 @@ class NixlConnector:
 
     def _written(self, number: int, now_ns: int) -> list[Outcome]:
         hold, ask, asked_ns = self._write_ended(number)
-        self._observe(ask.size_bytes, len(ask.local_blocks), now_ns - asked_ns)
+        self._observe(ask.size_bytes, len(ask.local_blocks) * self.config.descriptors_per_block, now_ns - asked_ns)
         self._say(ask.peer, Pushed(ask.remote_request_id))
         if hold.moving or self.holds.get(hold.request_id) is not hold:
             return []
@@ -398,22 +349,12 @@ class NixlConnector:
         return [Freed(hold.request_id, hold.blocks) for hold in expired]
 
     def clear(self) -> list[Outcome]:
-        """The engine has died: everything is forgotten, nobody is told."""
-        freed = [
-            Freed(hold.request_id, hold.blocks) for hold in [self.holds.take(one.request_id) for one in list(self.holds.all())]
-        ]
-        freed += [Freed(load.request_id, load.blocks) for load in self.loads.values() if load.orphaned and load.freed is None]
-        for book in (self.loads, self._writes, self._registrations, self._wanted):
+        for book in (self._writes, self._registrations, self._wanted):
             book.clear()
         self._heart.clear()
-        self._peers.clear()
-        return list(freed)
+        return super().clear()
 
     # Saying and counting
-
-    def take_outgoing(self) -> list[Ask]:
-        taken, self._peers.outgoing = self._peers.outgoing, []
-        return taken
 
     def _tell_consumed(self, remote: Remote, own_id: str) -> None:
         """One word for each of our ranks that reads from the same rank over there."""
@@ -426,33 +367,11 @@ class NixlConnector:
         if not self._peers.ask(peer, Notify(peer, notification)):
             self._count_unsaid(notification)
 
-    def _observe(self, size_bytes: int, blocks: int, took_ns: int) -> None:
-        """Posting takes no time here, so `nixl_post_time_seconds` is not observed."""
-        if len(self.observations) < MAX_OBSERVATIONS:
-            self.observations += [
-                ("nixl_xfer_time_seconds", took_ns / S),
-                ("nixl_bytes_transferred", size_bytes),
-                ("nixl_num_descriptors", blocks * self.config.descriptors_per_block),
-            ]
-
-    def warn(self, text: str) -> None:
-        """One line for the log of whoever drives the engine; of a flood only the first lines."""
-        if len(self.warnings) < MAX_WARNINGS:
-            self.warnings.append(text)
-
     # Looking in
 
     @property
     def waiting_to_start(self) -> int:
         return len(self._wanted)
-
-    def owners(self) -> Iterator[tuple[str, Sequence[int]]]:
-        """Holds and orphaned loads, with their blocks."""
-        for hold in self.holds.all():
-            yield f"hold {hold.request_id}", hold.blocks
-        for load in self.loads.values():
-            if load.orphaned and load.freed is None:
-                yield f"load {load.request_id}", load.blocks
 
 
 def base_id(request_id: str) -> str:

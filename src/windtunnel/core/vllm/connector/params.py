@@ -23,12 +23,16 @@ class Remote(NamedTuple):
 
     peer: Peer
     request_id: str
-    """The other engine's own id."""
+    """The other engine's own id; Mooncake: the transfer's."""
     blocks: tuple[int, ...]
     tokens: int | None = None
     """How many tokens these hold, as far as it was told."""
     expiry_ns: int | None = None
     """When a decode gives them up; on a clock that all engines of one machine share."""
+
+
+NOWHERE = Remote(Peer("", "", 0), "", ())
+"""Parameters that ask for a prefill's KV and name none."""
 
 
 def asks_prefill(params: Mapping[str, Any] | None) -> bool:
@@ -73,6 +77,27 @@ def remote_of(params: Mapping[str, Any] | None, *, blocks_needed: bool = True) -
         tokens if _is_int(tokens) and tokens >= 0 else None,
         round(expiry * 1e9) if isinstance(expiry, int | float) and 0 <= expiry < 1 << 40 else None,
     )
+
+
+def transfer_of(params: Mapping[str, Any] | None) -> str | None:
+    """Mooncake's `transfer_id`."""
+    transfer_id = params.get("transfer_id") if params else None
+    return transfer_id if is_text(transfer_id, ID_LIMIT_BYTES) else None
+
+
+def mooncake_remote_of(params: Mapping[str, Any] | None) -> Remote | None:
+    """Where Mooncake's bootstrap server is and what is asked for there; None unless every field is there and of its kind.
+
+    An address that is not `http://HOST:PORT` is kept whole, with port 0: asking there fails.
+    """
+    transfer_id = transfer_of(params)
+    engine_id, told = (params.get(name) if params else None for name in ("remote_engine_id", "remote_bootstrap_addr"))
+    if transfer_id is None or not is_text(engine_id, ID_LIMIT_BYTES) or not is_text(told, HOST_LIMIT_BYTES):
+        return None
+    host, _, port = told.removeprefix("http://").rpartition(":")
+    if told.startswith("http://") and host and port.isascii() and port.isdigit() and 0 < int(port) < 65536:
+        return Remote(Peer(engine_id, host.strip("[]"), int(port)), transfer_id, ())
+    return Remote(Peer(engine_id, told, 0), transfer_id, ())
 
 
 def _peer(params: Mapping[str, Any]) -> Peer | None:

@@ -14,9 +14,9 @@ from windtunnel.core.pacing import Pacing
 from windtunnel.core.transitions import TransitionLog
 from windtunnel.core.vllm.completion import Completion
 from windtunnel.core.vllm.config import VllmEngineConfig
+from windtunnel.core.vllm.connector.base import Connector
 from windtunnel.core.vllm.connector.foreign import ForeignSource
-from windtunnel.core.vllm.connector.loads import Load, Loaded, LoadFailed, Outcome
-from windtunnel.core.vllm.connector.nixl import NixlConnector
+from windtunnel.core.vllm.connector.loads import Fatal, Load, Loaded, LoadFailed, Outcome
 from windtunnel.core.vllm.scheduler import VllmScheduler
 from windtunnel.core.vllm.sequence import VllmSequence
 from windtunnel.core.vllm.step import Step
@@ -25,7 +25,7 @@ from windtunnel.core.vllm.step import Step
 class ConnectorScheduler(VllmScheduler):
     """Owned by a `ConnectorEngine`, which gives it its connector."""
 
-    connector: NixlConnector
+    connector: Connector
 
     def __init__(self, config: VllmEngineConfig, pacing: Pacing, log: TransitionLog) -> None:
         super().__init__(config, pacing, log)
@@ -33,7 +33,7 @@ class ConnectorScheduler(VllmScheduler):
         self.loaded: dict[str, tuple[VllmSequence, Load]] = {}
         """Requests whose load has ended, in the order in which that happened."""
         self.outcomes: list[Outcome] = []
-        """Loads that failed as they were asked for."""
+        """What has come of asking already: loads that failed at once."""
         self._foreign: dict[int, int] = {}
         """Blocks in the cache with somebody else's content, and their generation then."""
 
@@ -96,7 +96,8 @@ class ConnectorScheduler(VllmScheduler):
 
     def _count_loaded(self, sequence: VllmSequence, load: Load, computed: int, step: Step, now_ns: int) -> None:
         local = min(computed, load.first * self.config.block_size)
-        detail = {"prompt_tokens": sequence.num_tokens, "cached_tokens": computed, "external_tokens": computed - local}
+        loaded = computed - local
+        detail = {"prompt_tokens": sequence.num_tokens, "cached_tokens": computed, "external_tokens": loaded}
         self.log.record(sequence, Event.SCHEDULE, now_ns, detail)
         sequence.admitted = True
         sequence.cached_tokens = computed
@@ -104,11 +105,14 @@ class ConnectorScheduler(VllmScheduler):
             step.prefix_queries += sequence.num_tokens
             step.prefix_hits += local
         step.external_queries += sequence.num_tokens - local
-        step.external_hits += computed - local
+        step.external_hits += loaded + (load.again if computed == load.tokens else 0)
         if sequence.request.report_cached_blocks and load.first:
             self.report(sequence, 0, load.first)
 
     def _try_admit(self, sequence: VllmSequence, step: Step, now_ns: int) -> bool:
+        if self.connector.forbids(sequence.request):
+            self.outcomes.append(Fatal(sequence.request_id))
+            return False
         if self.connector.wants(sequence.request_id):
             hits = self._cached_prefix(sequence)
             local = len(hits) * self.config.block_size
@@ -195,10 +199,10 @@ class ConnectorCompletion(Completion):
         assert isinstance(scheduler, ConnectorScheduler), "a completion of another engine"
         reason = output.finish_reason
         if sequence.request.kv_transfer and reason in (FinishReason.STOP, FinishReason.LENGTH):
-            params = scheduler.connector.finishing(
+            kept = scheduler.connector.finishing(
                 sequence.request, reason, sequence.blocks, sequence.computed, sequence.cached_tokens, self._now_ns
             )
-            if params is not None:
+            if kept is not None:
                 sequence.blocks = []
-                output = output._replace(kv_transfer=params)
+                output = output._replace(kv_transfer=kept.params)
         return super()._finish(sequence, output)

@@ -75,7 +75,39 @@ class Pushed(NamedTuple):
     request_id: str
 
 
-Notification = Consumed | Heartbeat | Registration | Pushed
+class Pull(NamedTuple):
+    """One request of a `Pulls`."""
+
+    request_id: str
+    """The decode's own id."""
+    transfer_id: str
+    """What the router has given to both legs."""
+    blocks: tuple[int, ...]
+    """The decode's blocks, for the last ones of the prompt; none: only let go of the prefill's."""
+
+
+class Pulls(NamedTuple):
+    """Decode → prefill, Mooncake's `MooncakeXferMetadata`: what one step of the decode wants of one prefill."""
+
+    decode: Peer
+    """Where to write, and who is to be answered."""
+    pulls: tuple[Pull, ...]
+
+
+class Pulled(NamedTuple):
+    """Prefill → decode, one request of Mooncake's `MooncakeXferResponse`."""
+
+    request_id: str
+    """The decode's own id."""
+    reason: str | None = None
+    """Why not; None: the write has landed."""
+    digest: str = ""
+    """Of the prompt whose KV was written (`mooncake.digest_of`): a decode sees by it that the blocks are another prompt's."""
+    last: bool = True
+    """The last answer to a `Pulls`."""
+
+
+Notification = Consumed | Heartbeat | Registration | Pushed | Pulls | Pulled
 
 
 # What the engine asks

@@ -1,0 +1,122 @@
+"""The runs of a self-test as they end: one JSON line each, after a first line that says of what they are.
+
+A self-test that was stopped goes on from such a file. Its runs belong to one state of the code, one seed and one set of
+defects: a file with another head is refused. A last line without an end was being written when the process died; it is cut off.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Self
+
+import windtunnel
+from windtunnel.lab.findings import Finding, Severity
+from windtunnel.lab.selftest import Case, Run, Seen, Turn
+
+FORMAT = 1
+_SOURCES = (".py", ".toml", ".json")
+
+
+class LogError(ValueError):
+    """A file that cannot be gone on with, or would be written over."""
+
+
+def head_of(cases: Sequence[Case], runs: int, seed: int) -> dict[str, Any]:
+    """What all runs of one self-test have in common."""
+    return {"format": FORMAT, "code": code_state(), "seed": seed, "runs": runs, "defects": [case.fault for case in cases]}
+
+
+def code_state() -> str:
+    """A digest of the package's sources: defects, lab and batteries."""
+    root = Path(windtunnel.__file__).parent
+    digest = sha256()
+    for path in sorted(path for path in root.rglob("*") if path.suffix in _SOURCES):
+        digest.update(f"{path.relative_to(root)}\0{path.stat().st_size}\0".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+class RunLog:
+    """Owns the file of one self-test; `done` has the runs that were in it."""
+
+    def __init__(self, path: Path, done: Mapping[Turn, Run]) -> None:
+        self.path = path
+        self.done = done
+
+    @classmethod
+    def begin(cls, path: Path, head: Mapping[str, Any]) -> Self:
+        """A new file. Raises LogError for one that is there already."""
+        try:
+            with path.open("x", encoding="utf-8") as out:
+                out.write(json.dumps(head) + "\n")
+        except FileExistsError:
+            raise LogError(
+                f"{path} holds the runs of a self-test already: go on with --resume, or name another folder"
+            ) from None
+        return cls(path, {})
+
+    @classmethod
+    def go_on(cls, path: Path, head: Mapping[str, Any], cases: Sequence[Case]) -> Self:
+        """A file that was begun. Raises LogError where its head differs, or a line is none of its own."""
+        try:
+            text = path.read_text("utf-8")
+        except OSError as error:
+            raise LogError(f"--resume: {path}: {error.strerror}") from None
+        whole, _, rest = text.rpartition("\n")
+        lines = whole.split("\n")
+        _check_head(path, lines[0], head)
+        try:
+            done = dict(_read(lines[1:], {case.fault: case for case in cases}))
+        except (ValueError, LookupError, TypeError) as error:
+            raise LogError(f"{path}: a line is not one of a self-test's runs: {error!r}") from None
+        if rest:
+            os.truncate(path, len(f"{whole}\n".encode()))
+        return cls(path, done)
+
+    def add(self, turn: Turn, run: Run) -> None:
+        line = {
+            "defect": turn.case.fault,
+            "planted": turn.planted,
+            "seed": turn.seed,
+            "seconds": round(run.seconds, 3),
+            "unusable": run.unusable,
+            "seen": [{**asdict(one.finding), "storm": one.storm, "seconds": round(one.seconds, 3)} for one in run.seen],
+        }
+        with self.path.open("a", encoding="utf-8") as out:
+            out.write(json.dumps(line, default=lambda one: one.value) + "\n")
+
+
+def _check_head(path: Path, line: str, head: Mapping[str, Any]) -> None:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise LogError(f"{path}: its first line is not the head of a self-test")
+    for key, value in head.items():
+        if found.get(key) != value:
+            raise LogError(
+                f"--resume: {path} was begun with another {key} ({_shown(found.get(key))}, here {_shown(value)}):"
+                " its runs are not of this self-test; begin another one"
+            )
+
+
+def _shown(value: Any) -> str:
+    return str(value) if len(str(value)) <= 20 else f"{str(value)[:16]}…"
+
+
+def _read(lines: Iterable[str], cases: Mapping[str, Case]) -> Iterable[tuple[Turn, Run]]:
+    for line in lines:
+        one = json.loads(line)
+        case, planted, seed = cases[one["defect"]], bool(one["planted"]), int(one["seed"])
+        seen = tuple(_seen(found) for found in one["seen"])
+        yield Turn(case, planted, seed), Run(case if planted else None, seed, seen, one["seconds"], one["unusable"])
+
+
+def _seen(told: dict[str, Any]) -> Seen:
+    storm, seconds = told.pop("storm"), told.pop("seconds")
+    told |= {"severity": Severity(told["severity"]), "evidence": tuple(told["evidence"])}
+    return Seen(Finding(**told), storm, seconds)

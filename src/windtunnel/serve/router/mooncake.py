@@ -1,0 +1,116 @@
+"""vLLM pairs with Mooncake, as vLLM's example proxy makes them (`mooncake_connector_proxy.py` of 0.33.0, read and not run).
+
+Both legs leave at once, under one transfer id. The prefill's leg belongs to nobody: what it answers is not looked at, and a
+client that leaves does not end it; the decode's leg ends with its client. Prefills take turns, each with all its data-parallel
+ranks, whose engine ids its bootstrap server has told.
+
+Different from there: the server is asked when it is needed and not at the start, a decode's error status is passed on (there
+the answer has begun as a 200), and messages, responses and tokens in are paired as well.
+"""
+
+import asyncio
+import itertools
+import json
+import logging
+import os
+import uuid
+from typing import Any
+
+import httpx
+
+from windtunnel.serve.asgi import Receive, Scope, Send
+from windtunnel.serve.router.config import RouterConfig
+from windtunnel.serve.router.proxy import Headers, Proxy, complain, pass_on, start, until_gone
+from windtunnel.wire.sglang.pairing import PrefillAddress
+from windtunnel.wire.vllm import pairing
+from windtunnel.wire.vllm.mooncake import MooncakeError, engine_ids
+
+log = logging.getLogger("windtunnel.router")
+
+BOOTSTRAP_PORT = 8998
+_PATIENCE_S = 30.0
+
+
+class Mooncake:
+    paths = pairing.PATHS
+
+    def __init__(self, config: RouterConfig, proxy: Proxy) -> None:
+        self._proxy = proxy
+        self._prefills = config.prefills
+        self._engines: dict[str, dict[int, str]] = {}
+        """Of each prefill the engine ids of its data-parallel ranks."""
+        self._turn = itertools.count()
+        self._decodes = itertools.cycle(config.decodes)
+        self._prefilling: set[asyncio.Task[None]] = set()
+
+    async def route(self, scope: Scope, raw: bytes, receive: Receive, send: Send) -> None:
+        try:
+            body = json.loads(raw)
+            if not isinstance(body, dict):
+                raise TypeError
+        except (ValueError, TypeError):
+            await complain(send, 400, "the body must be a JSON object")
+            return
+        await until_gone(self._pair(scope, body, send), receive)
+
+    async def _pair(self, scope: Scope, body: dict[str, Any], send: Send) -> None:
+        try:
+            prefill, rank, engine_id = await self._next_prefill()
+        except (httpx.HTTPError, MooncakeError) as error:
+            await complain(send, 503, f"a prefill's bootstrap server: {type(error).__name__} {error}")
+            return
+        request_id = str(uuid.uuid4())
+        headers = [
+            ("authorization", f"Bearer {os.environ.get('OPENAI_API_KEY')}"),
+            ("content-type", "application/json"),
+            (pairing.REQUEST_ID_HEADER, request_id),
+        ]
+        to_prefill, to_decode = pairing.mooncake_bodies(
+            scope["path"], body, f"xfer-{request_id}", bootstrap_address(prefill), engine_id
+        )
+        leg = asyncio.ensure_future(self._prefill(prefill, scope, to_prefill, [*headers, ("x-data-parallel-rank", str(rank))]))
+        self._prefilling.add(leg)
+        leg.add_done_callback(self._prefilling.discard)
+        await self._decode(next(self._decodes), scope, to_decode, headers, send)
+
+    async def _next_prefill(self) -> tuple[PrefillAddress, int, str]:
+        """The next rank of the next prefill. Raises httpx.HTTPError, MooncakeError."""
+        places = [
+            (prefill, rank, engine_id)
+            for prefill in self._prefills
+            for rank, engine_id in sorted((await self._engines_of(prefill)).items())
+        ]
+        return places[next(self._turn) % len(places)]
+
+    async def _engines_of(self, prefill: PrefillAddress) -> dict[int, str]:
+        if prefill.url not in self._engines:
+            answer = await self._proxy.client.get(f"{bootstrap_address(prefill)}/query", timeout=_PATIENCE_S)
+            answer.raise_for_status()
+            self._engines[prefill.url] = engine_ids(answer.content)
+        return self._engines[prefill.url]
+
+    async def _prefill(self, prefill: PrefillAddress, scope: Scope, body: dict[str, Any], headers: Headers) -> None:
+        try:
+            answer = await self._proxy.whole(prefill.url, scope, json.dumps(body).encode(), headers)
+        except httpx.HTTPError as error:
+            log.warning("%s: %s %s", prefill.url, type(error).__name__, error)
+            return
+        if answer.status_code != 200:
+            log.warning("%s: status %d", prefill.url, answer.status_code)
+
+    async def _decode(self, decode: str, scope: Scope, body: dict[str, Any], headers: Headers, send: Send) -> None:
+        started = False
+        try:
+            async with self._proxy.leg(decode, scope, json.dumps(body).encode(), headers) as answer:
+                await start(send, answer)
+                started = True
+                await pass_on(answer.aiter_raw(), send)
+        except httpx.HTTPError as error:
+            if started:
+                raise
+            await complain(send, 502, f"{decode}: {type(error).__name__} {error}")
+
+
+def bootstrap_address(prefill: PrefillAddress) -> str:
+    host = f"[{prefill.host}]" if ":" in prefill.host else prefill.host
+    return f"http://{host}:{prefill.bootstrap_port or BOOTSTRAP_PORT}"

@@ -1,0 +1,173 @@
+"""What a client of a session sees: each request goes on from an earlier one (SGLang 0.5.23, `session_controller.py`)."""
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+from tests.serve.sglang_live import NEVER_NS, events, talking
+
+PAGED: dict[str, Any] = {"sglang__page_size": 4}
+FIRST = list(range(100, 124))
+
+
+def turn(ids: list[int] | str, rid: str, after: str | None = None, *, max_new_tokens: int = 5, **params: Any) -> dict[str, Any]:
+    given = {"text": ids} if isinstance(ids, str) else {"input_ids": ids}
+    session = {"id": "s", "rid": after, **params}
+    sampling = {"max_new_tokens": max_new_tokens, "ignore_eos": True, "temperature": 0}
+    return {**given, "rid": rid, "session_params": session, "sampling_params": sampling}
+
+
+async def opened(client: httpx.AsyncClient, **more: Any) -> None:
+    answer = await client.post("/open_session", json={"capacity_of_str_len": 1000, "session_id": "s", **more})
+    assert (answer.status_code, answer.json()) == (200, "s")
+
+
+async def say(client: httpx.AsyncClient, body: dict[str, Any]) -> dict[str, Any]:
+    answer = await client.post("/generate", json=body)
+    assert answer.status_code == 200, answer.text
+    told: dict[str, Any] = answer.json()
+    return told
+
+
+async def refusal(client: httpx.AsyncClient, body: dict[str, Any]) -> str:
+    answer = await client.post("/generate", json=body)
+    assert answer.status_code == 400
+    message: str = answer.json()["error"]["message"]
+    return message
+
+
+async def test_a_request_goes_on_from_the_prompt_and_the_answer_of_the_one_it_names() -> None:
+    async with talking(**PAGED) as (_server, client):
+        await opened(client)
+        first = await say(client, turn(FIRST, "a"))
+        second = await say(client, turn([7, 8], "b", "a"))
+        assert first["meta_info"]["prompt_tokens"] == 24
+        assert second["meta_info"]["prompt_tokens"] == 24 + 5 + 2
+        assert second["meta_info"]["cached_tokens"] >= 24
+        third = await say(client, turn([9], "c", "b"))
+        assert third["meta_info"]["prompt_tokens"] == 31 + 5 + 1
+        fork = await say(client, turn([9], "d", "a"))
+        assert fork["meta_info"]["prompt_tokens"] == 24 + 5 + 1
+        alone = await say(client, turn([9] * 6, "e"))
+        assert alone["meta_info"]["prompt_tokens"] == 6
+
+
+async def test_the_answer_is_that_of_the_whole_prompt_sent_at_once() -> None:
+    async with talking() as (_server, client):
+        await opened(client)
+        first = await say(client, turn("storm [wt:7] and", "a"))
+        second = await say(client, turn(" then", "b", "a"))
+        own = (await client.post("/v1/tokenize", json={"model": "m", "prompt": "storm [wt:7] and"})).json()["tokens"]
+        more = (await client.post("/v1/tokenize", json={"model": "m", "prompt": " then"})).json()["tokens"]
+        bos = own[0] == more[0]
+        whole = [*own, *first["output_ids"], *more[bos:]]
+        plain = await say(client, {"input_ids": whole, "sampling_params": {"max_new_tokens": 5, "ignore_eos": True}})
+        assert second["output_ids"] == plain["output_ids"]
+        assert second["meta_info"]["prompt_tokens"] == plain["meta_info"]["prompt_tokens"] == len(whole)
+
+
+async def test_a_stream_is_part_of_its_session_too() -> None:
+    async with talking() as (_server, client):
+        await opened(client)
+        told = events((await client.post("/generate", json=turn(FIRST, "a") | {"stream": True})).text)
+        assert told[-2]["meta_info"]["completion_tokens"] == 5
+        assert (await say(client, turn([7], "b", "a")))["meta_info"]["prompt_tokens"] == 24 + 5 + 1
+        openai = {"model": "m", "prompt": [8, 9], "max_tokens": 2, "rid": "c", "session_params": {"id": "s", "rid": "b"}}
+        answer = (await client.post("/v1/completions", json=openai)).json()
+        assert answer["usage"]["prompt_tokens"] == 30 + 5 + 2
+
+
+@pytest.mark.parametrize(
+    ("params", "prompt_tokens"),
+    [
+        ({"drop_previous_output": True}, 24 + 2),
+        ({"offset": 10}, 10 + 2),
+        ({"offset": 26, "drop_previous_output": True}, 24 + 2),
+    ],
+)
+async def test_less_of_what_comes_before(params: dict[str, Any], prompt_tokens: int) -> None:
+    async with talking() as (_server, client):
+        await opened(client)
+        await say(client, turn(FIRST, "a"))
+        told = await say(client, turn([7, 8], "b", "a", **params))
+        assert told["meta_info"]["prompt_tokens"] == prompt_tokens
+
+
+async def test_replace_forgets_what_went_on_from_there() -> None:
+    async with talking() as (_server, client):
+        await opened(client)
+        for rid, after in (("a", None), ("b", "a"), ("c", "b")):
+            await say(client, turn(FIRST, rid, after))
+        told = await say(client, turn([7], "d", "a", replace=True, offset=20))
+        assert told["meta_info"]["prompt_tokens"] == 21
+        for rid in ("b", "c"):
+            assert await refusal(client, turn([7], "x", rid)) == "Invalid request session id"
+        await say(client, turn([7], "e", "d"))
+        await say(client, turn([7], "f", replace=True))
+        assert await refusal(client, turn([7], "x", "a")) == "Invalid request session id"
+
+
+async def test_what_cannot_be_is_a_400_or_an_event_of_a_native_stream() -> None:
+    async with talking() as (_server, client):
+        gone = "Invalid request: session id s does not exist"
+        assert await refusal(client, turn(FIRST, "a")) == gone
+        native = await client.post("/generate", json=turn(FIRST, "a") | {"stream": True})
+        assert native.status_code == 200 and events(native.text)[0]["error"]["message"] == gone
+        openai = {"model": "m", "prompt": "x", "stream": True, "session_params": {"id": "s"}}
+        streamed = await client.post("/v1/completions", json=openai)
+        assert (streamed.status_code, streamed.json()["message"]) == (400, gone)
+        await opened(client)
+        assert await refusal(client, turn(FIRST, "b", "a")) == "Invalid request session id"
+        again = await client.post("/open_session", json={"capacity_of_str_len": 1, "session_id": "s"})
+        assert again.status_code == 400 and "still open" in again.json()["error"]["message"]
+        streaming = await client.post("/open_session", json={"capacity_of_str_len": 1, "streaming": True})
+        assert streaming.status_code == 400 and "--enable-streaming-session" in streaming.json()["error"]["message"]
+        assert "batch" in await refusal(client, turn(FIRST, "a") | {"rid": None, "sampling_params": {"n": 2}})
+        await say(client, turn(FIRST, "a"))
+        assert (await client.post("/close_session", json={"session_id": "s"})).status_code == 200
+        assert await refusal(client, turn([7], "b", "a")) == gone
+
+
+async def test_a_request_at_work_cannot_be_gone_on_from_until_its_client_has_left() -> None:
+    async with talking(pacing__itl_ns=NEVER_NS) as (server, client):
+        await opened(client)
+        asking = asyncio.ensure_future(client.post("/generate", json=turn(FIRST, "a", max_new_tokens=9)))
+        await server.until(lambda: server.states() == ["decode"])
+        unfinished = "Session request is appending to a request that hasn't finished."
+        assert await refusal(client, turn([7], "b", "a")) == unfinished
+        await client.post("/abort_request", json={"rid": "a"})
+        assert (await asking).json()["meta_info"]["finish_reason"]["type"] == "abort"
+        told = await say(client, turn([7], "b", "a", max_new_tokens=1))
+        assert told["meta_info"]["prompt_tokens"] == 24 + 1 + 1
+
+
+async def test_replace_ends_a_request_at_work() -> None:
+    async with talking(pacing__itl_ns=NEVER_NS) as (server, client):
+        await opened(client)
+        asking = asyncio.ensure_future(client.post("/generate", json=turn(FIRST, "a", max_new_tokens=9)))
+        await server.until(lambda: server.states() == ["decode"])
+        told = await say(client, turn([7], "b", "a", replace=True, drop_previous_output=True, max_new_tokens=1))
+        assert told["meta_info"]["prompt_tokens"] == 25
+        assert (await asking).json()["meta_info"]["finish_reason"]["type"] == "abort"
+        server.server.engine.check_integrity()
+
+
+async def test_a_session_that_is_left_alone_is_closed() -> None:
+    """With a timeout of nothing the name is free again at once, and what was in the session is gone."""
+    async with talking() as (_server, client):
+        await opened(client, timeout=0)
+        await opened(client, timeout=0)
+        assert await refusal(client, turn(FIRST, "a")) == "Invalid request: session id s does not exist"
+        await opened(client, timeout=3600)
+        await say(client, turn(FIRST, "a"))
+
+
+async def test_the_context_is_that_of_the_joined_prompt() -> None:
+    async with talking(scheduler__max_model_len=40, sglang__page_size=1) as (server, client):
+        await opened(client)
+        await say(client, turn(FIRST, "a"))
+        assert "maximum context length" in await refusal(client, turn([7], "b", "a", max_new_tokens=11))
+        assert "longer than the model's context" in await refusal(client, turn([7] * 11, "b", "a", max_new_tokens=1))
+        await say(client, turn([7], "b", "a", max_new_tokens=10))
+        server.server.engine.check_integrity()

@@ -1,0 +1,192 @@
+"""Mooncake over real sockets: the bootstrap server, both orders of the legs, clients that leave, processes that go."""
+
+import asyncio
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+from tests.serve.live import FOREVER_NS, PATIENCE_S, live
+from tests.serve.vllm_pd.mooncake_pair import CONSUMER, PRODUCER, counters, mooncake
+from tests.serve.vllm_pd.pair import COMPLETION, engine_of, holds, until
+from tests.serve.vllm_pd.test_pair import BODIES, _text
+
+FAST: dict[str, Any] = {"pacing__time_scale": 400.0}
+"""A patience of 1.2 s, for tests in which it runs out."""
+
+
+def pulls(server: Any) -> int:
+    return engine_of(server).outstanding()["pulls"]
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_the_text_is_the_single_servers_and_everything_is_given_back(path: str) -> None:
+    body = BODIES[path]
+    async with live() as single, httpx.AsyncClient(trust_env=False) as client:
+        wanted = _text(path, (await client.post(single.url + path, json=body)).json())
+    assert len(wanted.split()) == 12
+    async with mooncake() as pd:
+        assert _text(path, (await pd.both(path, body)).json()) == wanted
+        transfer_id = pd.transfer()
+        assert (await pd.prefill(transfer_id, path, body)).json().get("kv_transfer_params") is None
+        assert holds(pd.p) == 1
+        assert _text(path, (await pd.decode(transfer_id, path, body)).json()) == wanted
+        await pd.until_idle()
+        assert counters(pd.p) == counters(pd.d) == {}
+
+
+async def test_both_pools_metrics_show_the_transfer() -> None:
+    async with mooncake() as pd:
+        await pd.both()
+        tokens = await pd.client.post(
+            f"{pd.d.url}/tokenize", json={"model": COMPLETION["model"], "prompt": COMPLETION["prompt"]}
+        )
+        assert pd.d.gauge("vllm:external_prefix_cache_hits_total") == tokens.json()["count"]
+        assert pd.p.gauge("vllm:mooncake_bytes_transferred_count") == 1
+        assert pd.p.gauge("vllm:mooncake_xfer_time_seconds_count") == 1
+        assert pd.d.gauge("vllm:mooncake_bytes_transferred_count") == 0
+
+
+async def test_what_the_bootstrap_server_says() -> None:
+    async with mooncake() as pd:
+        told = await pd.transport(pd.p)
+        url = told["bootstrap"]
+        engine_id = engine_of(pd.p).connector.config.engine_id
+        answer = await pd.client.get(f"{url}/query")
+        address = f"tcp://127.0.0.1:{told['pull_port']}"
+        assert answer.json() == {"0": {"engine_id": engine_id, "worker_addr": {"0": {"0": address}}}}
+        assert (await pd.transport(pd.d))["bootstrap"] is None
+        same = {"engine_id": engine_id, "dp_rank": 0, "tp_rank": 0, "pp_rank": 0, "addr": address}
+        assert (await pd.client.post(f"{url}/register", json=same)).json() == {"status": "ok"}
+        for wrong, text in (({"engine_id": "x"}, "Engine ID mismatch"), ({"addr": "tcp://q:1"}, "already registered at")):
+            refused = await pd.client.post(f"{url}/register", json=same | wrong)
+            assert refused.status_code == 400 and text in refused.json()["detail"]
+        bad = await pd.client.post(f"{url}/register", json={"engine_id": "x"})
+        assert bad.status_code == 422 and bad.json()["detail"][0]["loc"] == ["dp_rank"]
+        assert (await pd.client.get(f"{url}/elsewhere")).status_code == 404
+        assert (await pd.client.put(f"{url}/query")).status_code == 405
+
+
+async def test_the_decode_may_come_long_before_the_prefill() -> None:
+    async with mooncake() as pd:
+        transfer_id = pd.transfer()
+        decoding = asyncio.create_task(pd.decode(transfer_id))
+        await until(lambda: pulls(pd.p) == 1)
+        assert not decoding.done() and pd.p.states() == []
+        await pd.prefill(transfer_id)
+        assert (await decoding).status_code == 200
+        await pd.until_idle()
+
+
+# Clients that leave
+
+
+async def test_a_client_that_leaves_the_decode_while_it_is_written_to_frees_both() -> None:
+    async with mooncake({"kv_transfer__transfer_latency_ns": 300_000_000}) as pd:
+        transfer_id = pd.transfer()
+        await pd.prefill(transfer_id)
+        client = await pd.leaving(pd.d, await pd.to_d(transfer_id))
+        await until(lambda: engine_of(pd.d).outstanding()["loads"] and pulls(pd.p))
+        client.leave("rst")
+        await until(lambda: engine_of(pd.d).outstanding()["orphaned_loads"])
+        await pd.until_idle()
+        assert counters(pd.p) == counters(pd.d) == {}
+
+
+async def test_a_client_that_leaves_the_prefill_leaves_the_decode_waiting() -> None:
+    """Until the patience of the prefill is over: then the decode fails."""
+    async with mooncake(FAST, p={"pacing__ttft_ns": FOREVER_NS}) as pd:
+        transfer_id = pd.transfer()
+        params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
+        client = await pd.leaving(pd.p, params)
+        decoding = asyncio.create_task(pd.decode(transfer_id))
+        await until(lambda: pulls(pd.p) == 1)
+        client.leave("fin")
+        answer = await decoding
+        assert answer.status_code == 500
+        assert counters(pd.d) == {"failed_recvs": 1}
+        await pd.until_idle()
+
+
+async def test_blocks_that_nobody_pulls_are_given_back_in_the_end() -> None:
+    async with mooncake(FAST) as pd:
+        await pd.prefill(pd.transfer())
+        await until(lambda: not holds(pd.p))
+        assert counters(pd.p) == {"kv_expired_reqs": 1}
+        await pd.until_idle()
+
+
+async def test_a_refused_decode_lets_go_of_the_prefills_blocks() -> None:
+    async with mooncake() as pd:
+        transfer_id = pd.transfer()
+        await pd.prefill(transfer_id)
+        refused = await pd.decode(transfer_id, body=COMPLETION | {"max_tokens": 10_000_000})
+        assert refused.status_code == 400
+        await pd.until_idle()
+        assert counters(pd.p) == {}
+
+
+# What is not there
+
+
+async def test_a_bootstrap_server_that_does_not_answer_fails_the_request() -> None:
+    async with mooncake(FAST) as pd:
+        params = await pd.to_d(pd.transfer(), remote_bootstrap_addr="http://127.0.0.1:1")
+        answer = await pd.client.post(f"{pd.d.url}/v1/completions", json=COMPLETION | {"kv_transfer_params": params})
+        assert answer.status_code == 500 and counters(pd.d) == {"failed_recvs": 1}
+        await pd.until_idle()
+
+
+async def test_an_engine_that_the_bootstrap_server_does_not_know() -> None:
+    recompute = {"kv_transfer__kv_load_failure_policy": "recompute"}
+    async with mooncake(d=recompute) as pd:
+        params = await pd.to_d(pd.transfer(), remote_engine_id="another")
+        answer = await pd.client.post(f"{pd.d.url}/v1/completions", json=COMPLETION | {"kv_transfer_params": params})
+        assert answer.status_code == 200 and counters(pd.d) == {"failed_recvs": 1}
+        await pd.until_idle()
+
+
+async def test_two_ranks_share_one_bootstrap_server() -> None:
+    told = {"kv_transfer__told": PRODUCER, "kv_transfer__mooncake_bootstrap_port": 0, "data_parallel_size": 2}
+    async with live(**told) as server, httpx.AsyncClient(trust_env=False) as client:
+        parts = (await client.get(f"{server.url}/debug/disaggregation")).json()
+        urls = {part["transport"]["bootstrap"] for part in parts}
+        assert len(urls) == 1
+        known = (await client.get(f"{urls.pop()}/query")).json()
+        assert {rank: entry["engine_id"] for rank, entry in known.items()} == {
+            str(at): part["engine_id"] for at, part in enumerate(parts)
+        }
+
+
+async def test_a_bootstrap_server_that_runs_elsewhere() -> None:
+    async with mooncake() as pd:
+        url = (await pd.transport(pd.p))["bootstrap"]
+        await pd.client.get(url)
+        extra = {"kv_connector_extra_config": {"bootstrap_server_address": url.removeprefix("http://")}}
+        with pytest.raises(OSError, match="Engine ID mismatch"):
+            async with live(kv_transfer__told=PRODUCER | extra):
+                pass
+        async with live(kv_transfer__told=CONSUMER | extra):
+            pass
+
+
+async def test_a_pull_of_an_engine_with_real_memory_is_refused_with_a_reason() -> None:
+    """And so is what is no pull at all; vLLM answers both with an ERROR."""
+    metadata = {
+        "remote_hostname": "10.0.0.1", "remote_port": 7000, "remote_tp_size": 1, "remote_tp_rank": 0,
+        "req_blocks": {"d": ["xfer", [[1]]]}, "kv_caches_base_addr": [4096], "block_lens": [64], "kv_block_lens": [64],
+    }  # fmt: skip
+    async with mooncake() as pd:
+        port = (await pd.transport(pd.p))["pull_port"]
+        with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as socket:
+            socket.connect(f"tcp://127.0.0.1:{port}")
+            for message, what in ((msgspec.msgpack.encode(metadata), "real memory"), (b"\xc1", "not a pull")):
+                await socket.send(message)
+                async with asyncio.timeout(PATIENCE_S):
+                    answer = msgspec.msgpack.decode(await socket.recv())
+                assert answer["status"] == 2 and what in answer["err_msg"]
+        assert (await pd.transport(pd.p))["malformed_messages"] == 2
+        await pd.both()
+        await pd.until_idle()
