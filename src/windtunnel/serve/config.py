@@ -43,6 +43,8 @@ class PacingConfig:
     gpu_model: str = "llama-3.1-8b"
     tensor_parallel: int = 1
     profile: Profile | None = None
+    other_jobs: float = 0.0
+    """Cores of the profile's machine that other jobs take."""
     time_scale: float = 1.0
 
 

@@ -14,7 +14,8 @@ from windtunnel.core.request import EngineRequest
 from windtunnel.core.transfer.backends import Fate
 from windtunnel.core.units import MS
 from windtunnel.core.vllm.connector.config import MOONCAKE, KvTransferConfig
-from windtunnel.core.vllm.connector.mooncake import MooncakeConnector
+from windtunnel.core.vllm.connector.mooncake import MAX_PULLS, MooncakeConnector
+from windtunnel.core.vllm.connector.params import ID_LIMIT_BYTES
 from windtunnel.core.vllm.connector.seam import AskHandshake, Peer, Pull, Pulled, Pulls, StartWrite
 
 PATIENCE_NS = 50 * MS
@@ -178,6 +179,36 @@ def test_a_decode_that_is_refused_lets_go_too() -> None:
     pair.pump(pair.d)
     pair.rest()
     assert pair.now_ns < PATIENCE_NS and not any(pair.p.counters.values())
+
+
+def test_the_same_refused_twice_is_asked_for_twice_and_both_are_answered() -> None:
+    pair = Mooncake()
+    for name in "aa":
+        assert pair.d.engine.release_remote(to_d(name), pair.now_ns)
+        pair.pump(pair.d)
+    pair.rest()
+    assert len({pull.request_id for pulls in pair.words(Pulls) for pull in pulls.pulls}) == 2
+    assert [said.reason for said in pair.words(Pulled)] == ["Timeout waiting for P side ready."] * 2
+
+
+def test_an_id_that_is_too_long_to_be_sent_fails_alone() -> None:
+    pair = Mooncake()
+    pair.ask_p("b", 40)
+    long = "a" * ID_LIMIT_BYTES
+    pair.submit(pair.d, decode_leg(long, to_d("a"), 40), decode_leg("b", to_d("b"), 40))
+    pair.run(lambda: f"{long}-d" in pair.d.finish)
+    pair.done("b")
+    assert pair.d.finish[f"{long}-d"] is FinishReason.ERROR and pair.d.tokens["b-d"] == answer("b")
+    pair.rest()
+
+
+def test_more_pulls_than_a_message_takes_go_in_two() -> None:
+    pair = Mooncake()
+    for number in range(MAX_PULLS + 1):
+        assert pair.d.engine.release_remote(to_d(str(number)), pair.now_ns)
+    pair.pump(pair.d)
+    pair.run(lambda: bool(pair.words(Pulls)))
+    assert [len(pulls.pulls) for pulls in pair.words(Pulls)] == [MAX_PULLS, 1]
 
 
 def test_a_decode_that_leaves_while_it_is_written_to_keeps_its_blocks_until_the_write_has_ended() -> None:

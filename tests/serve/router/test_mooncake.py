@@ -2,10 +2,12 @@
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator
 
+import httpx
 import pytest
-from tests.serve.live import RawClient, request_bytes
+from tests.serve.live import PATIENCE_S, RawClient, request_bytes
 from tests.serve.router.fake_worker import router, workers
 from tests.serve.vllm_pd.mooncake_pair import MooncakePair, counters, mooncake
 from tests.serve.vllm_pd.pair import COMPLETION, engine_of, until
@@ -80,6 +82,29 @@ async def test_without_a_bootstrap_server_it_is_a_503() -> None:
             broken = await pd.client.post(url + PATH, content=b"[]")
         assert (answer.status_code, broken.status_code) == (503, 400)
         assert p.bodies == d.bodies == []
+
+
+async def test_legs_that_clients_have_left_have_a_limit() -> None:
+    async with workers(200, 200, 200) as (p, d, boot):
+        boot.answer = json.loads(query_answer({0: EngineEntry("e", {0: {0: "tcp://127.0.0.1:1"}})}))
+        p.go.clear()
+        d.go.clear()
+        prefills = (PrefillAddress(p.url, "127.0.0.1", int(boot.url.rpartition(":")[2])),)
+        async with router(mooncake=True, prefills=prefills, decodes=(d.url,), connections=2) as url:
+            for gone in (1, 2):
+                raw = await RawClient.connect(int(url.rpartition(":")[2]))
+                raw.send(request_bytes(PATH, COMPLETION))
+                await until(lambda gone=gone: len(d.bodies) == len(p.bodies) == gone)
+                raw.leave("fin")
+                await until(lambda gone=gone: d.gone == gone)
+            async with httpx.AsyncClient() as client:
+                refused = await client.post(url + PATH, json=COMPLETION)
+                assert refused.status_code == 503 and "2 prefills are under way already" in refused.text
+                p.go.set()
+                d.go.set()
+                async with asyncio.timeout(PATIENCE_S):
+                    while (await client.post(url + PATH, json=COMPLETION)).status_code != 200:
+                        """The answers of the prefills are still on their way."""
 
 
 def test_the_bodies() -> None:

@@ -108,6 +108,18 @@ async def test_replace_forgets_what_went_on_from_there() -> None:
         assert await refusal(client, turn([7], "x", "a")) == "Invalid request session id"
 
 
+async def test_a_name_that_is_used_again_takes_the_place_of_the_earlier_request() -> None:
+    async with talking() as (server, client):
+        await opened(client)
+        await say(client, turn(FIRST, "a"))
+        for _ in range(3):
+            await say(client, turn([7], "b", "a"))
+        flavour: Any = server.server.flavour
+        (session,) = flavour.sessions._sessions.values()
+        assert list(session.turns) == ["a", "b"] and len(session.turns["a"].after) == 1
+        assert flavour.sessions._tokens == (24 + 5) + (24 + 5 + 1 + 5)
+
+
 async def test_what_cannot_be_is_a_400_or_an_event_of_a_native_stream() -> None:
     async with talking() as (_server, client):
         gone = "Invalid request: session id s does not exist"

@@ -13,6 +13,9 @@ from tests.serve.vllm_pd.mooncake_pair import CONSUMER, PRODUCER, counters, moon
 from tests.serve.vllm_pd.pair import COMPLETION, engine_of, holds, until
 from tests.serve.vllm_pd.test_pair import BODIES, _text
 
+from windtunnel.serve.vllm_pd.bootstrap import WORKERS_LIMIT, Registry
+from windtunnel.wire.vllm.mooncake import Registration
+
 FAST: dict[str, Any] = {"pacing__time_scale": 400.0}
 """A patience of 1.2 s, for tests in which it runs out."""
 
@@ -67,6 +70,15 @@ async def test_what_the_bootstrap_server_says() -> None:
         assert bad.status_code == 422 and bad.json()["detail"][0]["loc"] == ["dp_rank"]
         assert (await pd.client.get(f"{url}/elsewhere")).status_code == 404
         assert (await pd.client.put(f"{url}/query")).status_code == 405
+
+
+def test_a_bootstrap_server_knows_so_many_workers_and_no_more() -> None:
+    registry = Registry()
+    same = {"engine_id": "e", "dp_rank": 0, "pp_rank": 0, "addr": "tcp://h:1"}
+    told = [Registration.model_validate({**same, "tp_rank": rank}) for rank in range(WORKERS_LIMIT + 1)]
+    assert {registry.register(one)[0] for one in told[:-1]} == {200}
+    assert registry.register(told[-1])[0] == 400
+    assert registry.register(told[0])[0] == 200, "the same again is no further one"
 
 
 async def test_the_decode_may_come_long_before_the_prefill() -> None:

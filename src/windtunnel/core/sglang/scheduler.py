@@ -123,8 +123,12 @@ class SglangScheduler:
 
     def plan_prefill(self, now_ns: int) -> Batch | None:
         """The chunk in progress and as many waiting sequences as fit. None: there is nothing to prefill."""
+        batch = self._plan_prefill(now_ns)
+        self._looked_ns = now_ns
+        return batch
+
+    def _plan_prefill(self, now_ns: int) -> Batch | None:
         if self.chunked is None and (not self.waiting or self._full(0)):
-            self._looked_ns = now_ns
             return None
         before = len(self.running)
         budget = PrefillBudget(self.config, self.memory, self._reserve())
@@ -133,7 +137,6 @@ class SglangScheduler:
             self.chunked = None
         if self.chunked is None:
             self._admit(budget, now_ns)
-        self._looked_ns = now_ns
         if not budget.taken:
             return None
         batch = Batch(True, now_ns, now_ns, cached_tokens=budget.cached_tokens, running_before=before)

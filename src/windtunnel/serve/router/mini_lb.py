@@ -16,7 +16,7 @@ import httpx
 
 from windtunnel.serve.asgi import Receive, Scope, Send, send_bytes
 from windtunnel.serve.router.config import RouterConfig
-from windtunnel.serve.router.proxy import Proxy, both, complain, pass_on, until_gone
+from windtunnel.serve.router.proxy import NO_OBJECT, Proxy, both, complain, object_of, pass_on, until_gone
 from windtunnel.wire.sglang.pairing import PrefillAddress, with_bootstrap
 
 log = logging.getLogger("windtunnel.router")
@@ -30,12 +30,9 @@ class MiniLb:
         self._proxy = proxy
 
     async def route(self, scope: Scope, raw: bytes, receive: Receive, send: Send) -> None:
-        try:
-            body = json.loads(raw)
-            if not isinstance(body, dict):
-                raise TypeError
-        except (ValueError, TypeError):
-            await complain(send, 400, "the body must be a JSON object")
+        body = object_of(raw)
+        if body is None:
+            await complain(send, 400, NO_OBJECT)
             return
         prefill, decode = random.choice(self._config.prefills), random.choice(self._config.decodes)
         told = json.dumps(with_bootstrap(body, prefill, secrets.randbelow)).encode()

@@ -4,8 +4,8 @@ Both legs leave at once, under one transfer id. The prefill's leg belongs to nob
 client that leaves does not end it; the decode's leg ends with its client. Prefills take turns, each with all its data-parallel
 ranks, whose engine ids its bootstrap server has told.
 
-Different from there: the server is asked when it is needed and not at the start, a decode's error status is passed on (there
-the answer has begun as a 200), and messages, responses and tokens in are paired as well.
+Different from there: legs of prefills have a limit, the server is asked when it is needed and not at the start, a decode's
+error status is passed on (there the answer has begun as a 200), and messages, responses and tokens in are paired as well.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ import httpx
 
 from windtunnel.serve.asgi import Receive, Scope, Send
 from windtunnel.serve.router.config import RouterConfig
-from windtunnel.serve.router.proxy import Headers, Proxy, complain, pass_on, start, until_gone
+from windtunnel.serve.router.proxy import NO_OBJECT, Headers, Proxy, complain, object_of, pass_on, start, until_gone
 from windtunnel.wire.sglang.pairing import PrefillAddress
 from windtunnel.wire.vllm import pairing
 from windtunnel.wire.vllm.mooncake import MooncakeError, engine_ids
@@ -42,14 +42,12 @@ class Mooncake:
         self._turn = itertools.count()
         self._decodes = itertools.cycle(config.decodes)
         self._prefilling: set[asyncio.Task[None]] = set()
+        self._legs_limit = config.connections
 
     async def route(self, scope: Scope, raw: bytes, receive: Receive, send: Send) -> None:
-        try:
-            body = json.loads(raw)
-            if not isinstance(body, dict):
-                raise TypeError
-        except (ValueError, TypeError):
-            await complain(send, 400, "the body must be a JSON object")
+        body = object_of(raw)
+        if body is None:
+            await complain(send, 400, NO_OBJECT)
             return
         await until_gone(self._pair(scope, body, send), receive)
 
@@ -58,6 +56,9 @@ class Mooncake:
             prefill, rank, engine_id = await self._next_prefill()
         except (httpx.HTTPError, MooncakeError) as error:
             await complain(send, 503, f"a prefill's bootstrap server: {type(error).__name__} {error}")
+            return
+        if len(self._prefilling) >= self._legs_limit:
+            await complain(send, 503, f"{self._legs_limit} prefills are under way already")
             return
         request_id = str(uuid.uuid4())
         headers = [

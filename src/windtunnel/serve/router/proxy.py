@@ -14,6 +14,7 @@ from windtunnel.serve.asgi import ClientGone, Receive, Scope, Send, headers_of, 
 log = logging.getLogger("windtunnel.router")
 
 CONNECT_S = 5.0
+NO_OBJECT = "the body must be a JSON object"
 Headers = Sequence[tuple[str, str]]
 Result = TypeVar("Result")
 _PASSED_ON = ("authorization", "content-type", "traceparent", "x-request-id", "accept")
@@ -136,6 +137,15 @@ def all_headers(scope: Scope, but: Collection[str]) -> list[tuple[str, str]]:
 
 def answer_headers(answer: httpx.Response) -> list[tuple[bytes, bytes]]:
     return [(name, value) for name, value in answer.headers.raw if name.decode("latin-1").lower() not in _HOP_BY_HOP]
+
+
+def object_of(raw: bytes) -> dict[str, Any] | None:
+    """A body's JSON object; None for anything else."""
+    try:
+        body = json.loads(raw)
+    except ValueError:
+        return None
+    return body if isinstance(body, dict) else None
 
 
 async def complain(send: Send, status: int, message: str) -> None:

@@ -34,7 +34,7 @@ class _Turn:
     prompt: tuple[int, ...]
     max_tokens: int
     answer: list[int] = field(default_factory=list)
-    after: "list[_Turn]" = field(default_factory=list)
+    after: "dict[str, _Turn]" = field(default_factory=dict)
 
     def tokens(self, asked: SessionTurn) -> tuple[int, ...]:
         """What comes before a request that goes on from here."""
@@ -123,8 +123,8 @@ class Sessions:
             raise _refusal("Invalid request session id")
         if asked.replace:
             server.jobs.abort_by_id([turn.rid])
-            self._end(server, turn.after, session)
-            turn.after = []
+            self._end(server, list(turn.after.values()), session)
+            turn.after.clear()
         elif server.driver.live(turn.rid):
             raise _refusal("Session request is appending to a request that hasn't finished.")
         return turn
@@ -137,7 +137,7 @@ class Sessions:
         session.turns[turn.rid] = self._running[turn.rid] = turn
         self._tokens += len(turn.prompt)
         if before is not None:
-            before.after.append(turn)
+            before.after[turn.rid] = turn
 
     def _check_room(self, session: _Session, tokens: int) -> None:
         if len(session.turns) >= TURNS_MAX:
@@ -153,7 +153,7 @@ class Sessions:
         dropped: list[str] = []
         while turns:
             turn = turns.pop()
-            turns += turn.after
+            turns += turn.after.values()
             dropped.append(turn.rid)
             self._forget(turn, session)
         return dropped

@@ -6,10 +6,12 @@ from pydantic import ValidationError
 
 from windtunnel.serve import asgi
 from windtunnel.serve.asgi import Endpoint, Receive, Scope, Send, send_bytes
-from windtunnel.wire.vllm.mooncake import RANKS_LIMIT, EngineEntry, Registration, error_detail, query_answer
+from windtunnel.wire.vllm.mooncake import EngineEntry, Registration, error_detail, query_answer
 
 BODY_LIMIT_BYTES = 1024 * 1024
 BODY_TIMEOUT_S = 10.0
+WORKERS_LIMIT = 4096
+"""vLLM's server has none."""
 _JSON = b"application/json"
 
 Answer = tuple[int, bytes]
@@ -22,22 +24,30 @@ class Registry:
     def __init__(self) -> None:
         self._engines: dict[int, tuple[str, dict[int, dict[int, str]]]] = {}
         """Data-parallel rank → engine id, addresses by tensor-parallel and pipeline rank."""
+        self._workers = 0
 
     def register(self, told: Registration) -> Answer:
         """An engine or an address that contradicts a known one is refused; the same again is not."""
-        if told.dp_rank not in self._engines and len(self._engines) >= RANKS_LIMIT:
-            return 400, error_detail(f"{RANKS_LIMIT} data-parallel ranks are registered already")
-        engine_id, addresses = self._engines.setdefault(told.dp_rank, (told.engine_id, {}))
+        engine_id, addresses = self._engines.get(told.dp_rank, (told.engine_id, {}))
         if engine_id != told.engine_id:
             text = f"Engine ID mismatch for dp_rank={told.dp_rank}: expected {engine_id}, got {told.engine_id}"
             return 400, error_detail(text)
-        stages = addresses.setdefault(told.tp_rank, {})
-        known = stages.setdefault(told.pp_rank, told.addr)
+        known = addresses.get(told.tp_rank, {}).get(told.pp_rank)
+        if known is None:
+            return self._add(told, addresses)
         if known == told.addr:
             return _OK
         place = f"dp_rank={told.dp_rank}, tp_rank={told.tp_rank}, pp_rank={told.pp_rank}"
         text = f"Worker with {place} is already registered at {known}, but still want to register at {told.addr}"
         return 400, error_detail(text)
+
+    def _add(self, told: Registration, addresses: dict[int, dict[int, str]]) -> Answer:
+        if self._workers >= WORKERS_LIMIT:
+            return 400, error_detail(f"{WORKERS_LIMIT} workers are registered already")
+        self._workers += 1
+        addresses.setdefault(told.tp_rank, {})[told.pp_rank] = told.addr
+        self._engines[told.dp_rank] = told.engine_id, addresses
+        return _OK
 
     def query(self) -> Answer:
         return 200, query_answer({rank: EngineEntry(*entry) for rank, entry in self._engines.items()})

@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
+from windtunnel.core.vllm.connector.mooncake import MAX_PULLS
 from windtunnel.core.vllm.connector.params import HOST_LIMIT_BYTES, ID_LIMIT_BYTES, MAX_BLOCK, MAX_BLOCKS, is_text
 from windtunnel.core.vllm.connector.seam import Peer, Pull, Pulled, Pulls
 
 BYTES_LIMIT = 16 * 1024 * 1024
-PULLS_LIMIT = 4096
 RANKS_LIMIT = 1024
 _REASON_LIMIT = 500
 FINISH, CONTINUE, ERROR, LAYOUT_MISS = range(4)
@@ -78,8 +78,8 @@ def decode_pulls(data: bytes) -> Pulls:
         raise MooncakeError("a pull: the engine's id or its host is too long, or no text")
     if not (0 < told.remote_port < 65536 and 1 <= told.remote_tp_size <= RANKS_LIMIT):
         raise MooncakeError(f"a pull: port {told.remote_port} or tensor-parallel size {told.remote_tp_size} is out of range")
-    if not 0 < len(told.req_blocks) <= PULLS_LIMIT:
-        raise MooncakeError(f"a pull of {len(told.req_blocks)} requests: must be 1 to {PULLS_LIMIT}")
+    if not 0 < len(told.req_blocks) <= MAX_PULLS:
+        raise MooncakeError(f"a pull of {len(told.req_blocks)} requests: must be 1 to {MAX_PULLS}")
     decode = Peer(told.windtunnel_engine_id, told.remote_hostname, told.remote_port, told.remote_tp_size)
     return Pulls(decode, tuple(_pull(request_id, *one) for request_id, one in told.req_blocks.items()))
 
@@ -141,11 +141,11 @@ def _decode(data: bytes, shape: type[Shape], what: str) -> Shape:
 class Registration(BaseModel):
     """`POST /register`, vLLM's `RegisterWorkerPayload`."""
 
-    engine_id: str
+    engine_id: str = Field(max_length=ID_LIMIT_BYTES)
     dp_rank: int
     tp_rank: int
     pp_rank: int
-    addr: str
+    addr: str = Field(max_length=HOST_LIMIT_BYTES)
 
 
 class EngineEntry(NamedTuple):

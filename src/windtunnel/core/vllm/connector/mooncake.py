@@ -33,7 +33,8 @@ from windtunnel.core.vllm.connector.base import Connector, Kept
 from windtunnel.core.vllm.connector.config import KvTransferConfig
 from windtunnel.core.vllm.connector.holds import Hold
 from windtunnel.core.vllm.connector.loads import Freed, Load, Outcome
-from windtunnel.core.vllm.connector.params import NOWHERE, Remote
+from windtunnel.core.vllm.connector.params import ID_LIMIT_BYTES, NOWHERE, Remote, is_text
+from windtunnel.core.vllm.connector.peers import portions
 from windtunnel.core.vllm.connector.seam import (
     Arrived,
     Ask,
@@ -56,6 +57,8 @@ FAILED_RECVS = "mooncake_num_failed_recvs"
 EXPIRED = "mooncake_num_kv_expired_reqs"
 MAX_QUEUED = 4096
 """`Pulls` that wait for a place; a further one is answered with an error. vLLM's queue has no end."""
+MAX_PULLS = 4096
+"""In one `Pulls`."""
 NOT_READY = "Timeout waiting for P side ready."
 TOO_FEW = "P num blocks less than D"
 
@@ -79,7 +82,7 @@ class _Batch:
 
 
 class _Asked:
-    """What one `Pulls` of ours has asked for. Owned by its connector."""
+    """What one turn of ours has asked one prefill for. Owned by its connector."""
 
     __slots__ = ("deadline_ns", "peer", "pulls")
 
@@ -123,13 +126,13 @@ class MooncakeConnector(Connector):
         # As a decode.
         self._wanted: dict[str, Remote] = {}
         self._unsent: dict[str, _Asked] = {}
-        """Pulls of this turn, by engine id."""
+        """Pulls of this turn, by engine id; all of them share their patience."""
         self._pulling: dict[str, _Asked] = {}
         """By our request id."""
         self._asked: dict[int, _Asked] = {}
         """What has no answer yet, by identity, in the order of deadlines."""
         self._unheard: list[str] = []
-        """Pulls that have failed on our side."""
+        """Pulls that have failed on our side: one whose id cannot be sent, or too much waits for the handshake."""
         # As a prefill.
         self._sending: dict[str, str] = {}
         """Requests that are to be sent when they end, and their transfer ids."""
@@ -203,9 +206,11 @@ class MooncakeConnector(Connector):
         unsent, self._unsent = self._unsent, {}
         mine = Peer(self.config.engine_id, self.config.side_channel_host, self.config.side_channel_port, self.config.tp_size)
         for asked in unsent.values():
-            pulls = tuple(asked.pulls.values())
-            if not self._peers.ask(asked.peer, Notify(asked.peer, Pulls(mine, pulls))):
-                self._unheard += [pull.request_id for pull in pulls]
+            self._unheard += [one for one in asked.pulls if not is_text(one, ID_LIMIT_BYTES)]
+            sendable = tuple(pull for one, pull in asked.pulls.items() if is_text(one, ID_LIMIT_BYTES))
+            for pulls in portions(sendable, MAX_PULLS):
+                if not self._peers.ask(asked.peer, Notify(asked.peer, Pulls(mine, pulls))):
+                    self._unheard += [pull.request_id for pull in pulls]
         return super().take_outgoing()
 
     def release_remote(self, kv_transfer: object, now_ns: int) -> bool:
@@ -213,7 +218,8 @@ class MooncakeConnector(Connector):
         remote = told.mooncake_remote_of(params)
         if remote is None or not told.asks_prefill(params) or self.config.refusals_tell_nobody:
             return False
-        self._pull(remote, Pull(f"refused-{remote.request_id}", remote.request_id, ()), now_ns)
+        self._numbers += 1
+        self._pull(remote, Pull(f"refused-{self._numbers}", remote.request_id, ()), now_ns)
         return True
 
     # A prefill's request

@@ -1,13 +1,14 @@
 """What an engine says to others (vLLM reference §7.2): a handshake, then everything that waited for it; and heartbeats."""
 
 from collections import Counter
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from windtunnel.core.shown import shown
 from windtunnel.core.vllm.connector.config import KvTransferConfig
 from windtunnel.core.vllm.connector.params import Remote
 from windtunnel.core.vllm.connector.seam import Ask, AskHandshake, Handshake, HandshakeDone, Heartbeat, Notify, Peer
 
+Item = TypeVar("Item")
 MAX_PEERS = 1024
 MAX_WAITING = 4096
 """Asks that wait for one handshake."""
@@ -121,12 +122,16 @@ class Heart:
 
     def beat(self, now_ns: int) -> list[Notify]:
         self._last_ns = now_ns
-        return [Notify(beat.peer, Heartbeat(ids)) for beat in self._beats.values() for ids in _portions(tuple(beat.wanted))]
+        return [
+            Notify(beat.peer, Heartbeat(ids))
+            for beat in self._beats.values()
+            for ids in portions(tuple(beat.wanted), IDS_A_BEAT)
+        ]
 
     def clear(self) -> None:
         self._beats.clear()
         self._remotes.clear()
 
 
-def _portions(ids: tuple[str, ...]) -> list[tuple[str, ...]]:
-    return [ids[at : at + IDS_A_BEAT] for at in range(0, len(ids), IDS_A_BEAT)]
+def portions(items: tuple[Item, ...], size: int) -> list[tuple[Item, ...]]:
+    return [items[at : at + size] for at in range(0, len(items), size)]
