@@ -183,6 +183,9 @@ class MooncakeConnector(Connector):
         load.asked_ns = now_ns
         if load.remote is NOWHERE:
             self.warn(f"Got invalid KVTransferParams of {shown(load.request_id)}. This request will not utilize KVTransfer")
+        elif not told.is_text(load.request_id, told.ID_LIMIT_BYTES):
+            del self.loads[load.number]
+            return self._lost_load(load, f"a pull's request id has at most {told.ID_LIMIT_BYTES} bytes of UTF-8", None)
         else:
             self._pull(load.remote, Pull(load.request_id, load.remote.request_id, load.moving), now_ns)
         return []
@@ -213,8 +216,13 @@ class MooncakeConnector(Connector):
         remote = told.mooncake_remote_of(params)
         if remote is None or not told.asks_prefill(params) or self.config.refusals_tell_nobody:
             return False
-        self._pull(remote, Pull(f"refused-{remote.request_id}", remote.request_id, ()), now_ns)
+        self._let_go(remote, now_ns)
         return True
+
+    def _let_go(self, remote: Remote, now_ns: int) -> None:
+        """A pull of no blocks, under a name of its own: requests that are over may share a transfer's id, or have one too long to send."""
+        self._numbers += 1
+        self._pull(remote, Pull(f"gone-{self._numbers}", remote.request_id, ()), now_ns)
 
     # A prefill's request
 
@@ -250,7 +258,7 @@ class MooncakeConnector(Connector):
         """A decode's request that was never scheduled lets go of the prefill's; a prefill's that is not held is forgotten."""
         remote = self._wanted.pop(request_id, None)
         if remote is not None and remote is not NOWHERE:
-            self._pull(remote, Pull(request_id, remote.request_id, ()), now_ns)
+            self._let_go(remote, now_ns)
         transfer = self._transfers.pop(self._sending.pop(request_id, ""), None)
         if transfer is not None and transfer.hold is not None:
             self._strand(transfer.hold)
