@@ -13,6 +13,9 @@ from tests.serve.vllm_pd.mooncake_pair import CONSUMER, PRODUCER, counters, moon
 from tests.serve.vllm_pd.pair import COMPLETION, engine_of, holds, until
 from tests.serve.vllm_pd.test_pair import BODIES, _text
 
+from windtunnel.serve.vllm_pd.bootstrap import Registry
+from windtunnel.wire.vllm.mooncake import RANKS_LIMIT, Registration
+
 FAST: dict[str, Any] = {"pacing__time_scale": 400.0}
 """A patience of 1.2 s, for tests in which it runs out."""
 
@@ -126,6 +129,18 @@ async def test_a_refused_decode_lets_go_of_the_prefills_blocks() -> None:
         assert refused.status_code == 400
         await pd.until_idle()
         assert counters(pd.p) == {}
+
+
+def test_a_bootstrap_server_has_room_for_so_many_workers() -> None:
+    """Whatever their ranks are; one that it knows may come again."""
+    registry = Registry()
+    last = Registration(engine_id="e", dp_rank=0, tp_rank=0, pp_rank=0, addr="tcp://h:1")
+    for number in range(RANKS_LIMIT):
+        last = last.model_copy(update={("tp_rank", "pp_rank")[number % 2]: number})
+        assert registry.register(last)[0] == 200
+    assert registry.register(last)[0] == 200
+    assert registry.register(last.model_copy(update={"tp_rank": -1}))[0] == 400
+    assert registry.register(last.model_copy(update={"dp_rank": 1}))[0] == 400
 
 
 # What is not there

@@ -8,7 +8,7 @@ from windtunnel.serve import asgi
 from windtunnel.serve.asgi import Endpoint, Receive, Scope, Send, send_bytes
 from windtunnel.wire.vllm.mooncake import RANKS_LIMIT, EngineEntry, Registration, error_detail, query_answer
 
-BODY_LIMIT_BYTES = 1024 * 1024
+BODY_LIMIT_BYTES = 4096
 BODY_TIMEOUT_S = 10.0
 _JSON = b"application/json"
 
@@ -25,8 +25,8 @@ class Registry:
 
     def register(self, told: Registration) -> Answer:
         """An engine or an address that contradicts a known one is refused; the same again is not."""
-        if told.dp_rank not in self._engines and len(self._engines) >= RANKS_LIMIT:
-            return 400, error_detail(f"{RANKS_LIMIT} data-parallel ranks are registered already")
+        if not self._has_room(told):
+            return 400, error_detail(f"{RANKS_LIMIT} workers are registered already")
         engine_id, addresses = self._engines.setdefault(told.dp_rank, (told.engine_id, {}))
         if engine_id != told.engine_id:
             text = f"Engine ID mismatch for dp_rank={told.dp_rank}: expected {engine_id}, got {told.engine_id}"
@@ -38,6 +38,12 @@ class Registry:
         place = f"dp_rank={told.dp_rank}, tp_rank={told.tp_rank}, pp_rank={told.pp_rank}"
         text = f"Worker with {place} is already registered at {known}, but still want to register at {told.addr}"
         return 400, error_detail(text)
+
+    def _has_room(self, told: Registration) -> bool:
+        """For one that is not there yet; all engines together have so many."""
+        ranks = [stages for _engine_id, addresses in self._engines.values() for stages in addresses.values()]
+        known = told.dp_rank in self._engines and told.pp_rank in self._engines[told.dp_rank][1].get(told.tp_rank, {})
+        return known or sum(map(len, ranks)) < RANKS_LIMIT
 
     def query(self) -> Answer:
         return 200, query_answer({rank: EngineEntry(*entry) for rank, entry in self._engines.items()})

@@ -216,13 +216,14 @@ class MooncakeConnector(Connector):
         remote = told.mooncake_remote_of(params)
         if remote is None or not told.asks_prefill(params) or self.config.refusals_tell_nobody:
             return False
-        self._let_go(remote, now_ns)
+        self._let_go("", remote, now_ns)
         return True
 
-    def _let_go(self, remote: Remote, now_ns: int) -> None:
-        """A pull of no blocks, under a name of its own: requests that are over may share a transfer's id, or have one too long to send."""
+    def _let_go(self, request_id: str, remote: Remote, now_ns: int) -> None:
+        """A pull of no blocks. Its name is one of ours where the request has none, or one that cannot be sent."""
         self._numbers += 1
-        self._pull(remote, Pull(f"gone-{self._numbers}", remote.request_id, ()), now_ns)
+        name = request_id if told.is_text(request_id, told.ID_LIMIT_BYTES) else f"gone-{self._numbers}"
+        self._pull(remote, Pull(name, remote.request_id, ()), now_ns)
 
     # A prefill's request
 
@@ -258,7 +259,7 @@ class MooncakeConnector(Connector):
         """A decode's request that was never scheduled lets go of the prefill's; a prefill's that is not held is forgotten."""
         remote = self._wanted.pop(request_id, None)
         if remote is not None and remote is not NOWHERE:
-            self._let_go(remote, now_ns)
+            self._let_go(request_id, remote, now_ns)
         transfer = self._transfers.pop(self._sending.pop(request_id, ""), None)
         if transfer is not None and transfer.hold is not None:
             self._strand(transfer.hold)
