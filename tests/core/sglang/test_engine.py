@@ -257,7 +257,7 @@ def test_a_full_engine_does(leaves: bool) -> None:
     engine.advance(10 * MS)
     if leaves:
         engine.abort(["a"], 90 * MS)
-    first = [step.at_ns for step in run(engine) if tokens([step], "b")][0]
+    first = next(step.at_ns for step in run(engine) if tokens([step], "b"))
     assert first == (190 * MS if leaves else 240 * MS), "b counts from its admission"
 
 
