@@ -118,6 +118,20 @@ def test_what_is_no_file_of_runs_is_refused(tmp_path: Path) -> None:
         RunLog.go_on(path, HEAD, [CUT])
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"\xff\x00", "is damaged"),
+        (b'{"defect": "cut-stream", "planted": true, "seed": 8, "seconds": 1, "unusable": null, "seen": ["x"]}', "not one of"),
+    ],
+)
+def test_a_damaged_file_is_refused(tmp_path: Path, line: bytes, message: str) -> None:
+    path = tmp_path / "runs.jsonl"
+    path.write_bytes(json.dumps(HEAD).encode() + b"\n" + line + b"\n")
+    with pytest.raises(LogError, match=message):
+        RunLog.go_on(path, HEAD, [CUT])
+
+
 def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 

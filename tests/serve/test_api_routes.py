@@ -251,6 +251,22 @@ async def test_what_ended_an_answer_is_not_in_its_derendered_text() -> None:
         assert await text(ids, stop=[" holly"], include_stop_str_in_output=True) == (" a holly", " holly")
 
 
+@pytest.mark.parametrize("token", [-1, 2**63, 10**300, "x"], ids=["negative", "long", "huge", "text"])
+async def test_a_token_that_is_none_is_a_400(token: object) -> None:
+    answer = {"request_id": "r", "choices": [{"index": 0, "token_ids": [token]}]}
+    async with live(enable_scale_out=True) as server, client_of(server) as client:
+        told = await client.post("/v1/completions/derender", json={"generate_responses": [answer]})
+        assert (told.status_code, "token_ids" in told.text) == (400, True)
+
+
+@pytest.mark.parametrize("n", [0, -1])
+async def test_no_beams_are_a_400(n: int) -> None:
+    async with live() as server, client_of(server) as client:
+        body = {"model": "wt-model", "prompt": "x", "use_beam_search": True, "n": n}
+        told = await client.post("/v1/completions", json=body)
+        assert (told.status_code, f"n must be at least 1, got {n}." in told.text) == (400, True)
+
+
 async def test_tokens_alone_are_derendered_too() -> None:
     async with live(enable_scale_out=True) as server, client_of(server) as client:
         ids = server.server.tokenizer.encode(" a holly", add_special_tokens=False)

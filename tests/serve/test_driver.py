@@ -73,6 +73,21 @@ async def test_a_pipelined_request_arrives_when_its_turn_comes(monkeypatch: pyte
         client.leave("fin")
 
 
+async def test_a_pipelined_body_that_comes_after_its_turn_arrives_with_its_last_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head waited behind another request, the body did not."""
+    async with live(pacing__ttft_ns=FOREVER_NS) as server:
+        arrived_ns = driver_module.now_ns() + FOREVER_NS
+        monkeypatch.setattr(http11, "now_ns", lambda: arrived_ns)
+        client = await RawClient.connect(server.port)
+        request = request_bytes("/v1/completions", BODY | {"stream": True})
+        client.send(b"GET /v1/models HTTP/1.1\r\nHost: test\r\n\r\n" + request[:-1])
+        await client.head()
+        client.send(request[-1:])
+        await server.until(lambda: server.states() != [])
+        assert server.server.engine.live()[0].arrival_ns == arrived_ns
+        client.leave("fin")
+
+
 def _breaks(*_args: object) -> None:
     raise RuntimeError("planted in the test")
 

@@ -18,6 +18,7 @@ from windtunnel.wire.vllm.mooncake import (
     encode_answer,
     encode_error,
     encode_pulls,
+    engine_ids,
     query_answer,
     worker_addresses,
 )
@@ -119,3 +120,10 @@ def test_what_a_bootstrap_server_says() -> None:
     }
     assert worker_addresses(query_answer(entries)) == {"e0": "h:1", "e1": "h:3"}
     assert worker_addresses(query_answer({0: EngineEntry("e", {0: {0: "ipc://x"}}), 1: EngineEntry("f", {})})) == {}
+
+
+def test_ranks_that_are_no_numbers_are_no_engines() -> None:
+    entry = {"engine_id": "e", "worker_addr": {}}
+    assert engine_ids(json.dumps({"3": entry, "x": entry, "9" * 5000: entry}).encode()) == {3: "e"}
+    with pytest.raises(MooncakeError, match="no engine is registered"):
+        engine_ids(b"{}")

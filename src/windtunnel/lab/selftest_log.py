@@ -65,12 +65,14 @@ class RunLog:
             text = path.read_text("utf-8")
         except OSError as error:
             raise LogError(f"--resume: {path}: {error.strerror}") from None
+        except UnicodeDecodeError as error:
+            raise LogError(f"--resume: {path} is damaged: {error}") from None
         whole, _, rest = text.rpartition("\n")
         lines = whole.split("\n")
         _check_head(path, lines[0], head)
         try:
             done = dict(_read(lines[1:], {case.fault: case for case in cases}))
-        except (ValueError, LookupError, TypeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise LogError(f"{path}: a line is not one of a self-test's runs: {error!r}") from None
         if rest:
             os.truncate(path, len(f"{whole}\n".encode()))

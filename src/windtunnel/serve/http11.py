@@ -337,8 +337,8 @@ class Connection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         if not self._refused:
-            if len(self._lines) == 1:
-                self._lines[0].arrived_ns = now_ns()
+            if self._lines and all(line.answered for line in self._lines[:-1]):
+                self._lines[-1].arrived_ns = now_ns()
             super().on_message_complete()
 
     def pause_writing(self) -> None:

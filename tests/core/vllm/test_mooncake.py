@@ -170,6 +170,29 @@ def test_a_decode_that_leaves_before_it_is_scheduled_lets_go_of_the_prefills_blo
     assert pair.now_ns < PATIENCE_NS
 
 
+def test_refused_twice_under_one_id() -> None:
+    """Whoever was forgotten among the pulls would be overdue for ever, and the engine would look at nothing else."""
+    pair = Mooncake()
+    for _ in range(2):
+        assert pair.d.engine.release_remote(to_d("a"), pair.now_ns)
+        pair.pump(pair.d)
+        pair.run(lambda: bool(pair.words(Pulls)))
+    assert len(pair.d.engine.connector._pulling) == 2
+    pair.run(lambda: not pair.d.engine.connector._pulling)
+    assert not pair.d.engine.connector._asked
+    pair.rest()
+
+
+def test_an_id_that_is_too_long_for_a_pull_fails_alone() -> None:
+    pair, long = Mooncake(), "x" * 1024
+    pair.ask_p("a")
+    legs = [decode_leg("a", to_d("a")), decode_leg(long, to_d("b"))]
+    pair.submit(pair.d, *legs)
+    pair.done("a", long)
+    assert pair.d.finish["a-d"] is FinishReason.LENGTH and pair.d.finish[f"{long}-d"] is FinishReason.ERROR
+    pair.rest()
+
+
 def test_a_decode_that_is_refused_lets_go_too() -> None:
     pair = Mooncake()
     pair.ask_p("a")

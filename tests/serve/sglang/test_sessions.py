@@ -183,3 +183,42 @@ async def test_the_context_is_that_of_the_joined_prompt() -> None:
         assert "longer than the model's context" in await refusal(client, turn([7] * 11, "b", "a", max_new_tokens=1))
         await say(client, turn([7], "b", "a", max_new_tokens=10))
         server.server.engine.check_integrity()
+
+
+async def test_an_id_that_is_at_work_leaves_the_session_as_it_is() -> None:
+    async with talking(pacing__itl_ns=NEVER_NS) as (server, client):
+        await opened(client)
+        running = asyncio.create_task(client.post("/generate", json=turn(FIRST, "a")))
+        await server.until(lambda: server.states() == ["decode"])
+        assert await refusal(client, turn([1, 2, 3], "a", replace=True)) == "request_id 'a' is already live"
+        assert await refusal(client, turn([7], "b", "a")) == "Session request is appending to a request that hasn't finished."
+        await client.post("/abort_request", json={"rid": "a"})
+        assert (await running).status_code == 200
+        server.server.engine.check_integrity()
+        follow = asyncio.create_task(
+            client.post("/generate", json=turn([7], "b", "a", drop_previous_output=True, max_new_tokens=1))
+        )
+        assert (await follow).json()["meta_info"]["prompt_tokens"] == len(FIRST) + 1
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        b'{"timeout": 1e999}',
+        b'{"timeout": NaN}',
+        b'{"timeout": -1}',
+        b'{"timeout": 1%b}' % (b"0" * 400),
+        b'{"session_id": "%b"}' % (b"s" * 1025),
+    ],
+    ids=["infinite", "nan", "negative", "huge", "long"],
+)
+async def test_what_cannot_open_a_session(asked: bytes) -> None:
+    async with talking() as (_server, client):
+        answer = await client.post("/open_session", content=asked)
+        assert answer.status_code == 400 and ("timeout must be" in answer.text or "session_id must be" in answer.text)
+
+
+async def test_an_id_too_long_for_a_session() -> None:
+    async with talking() as (_server, client):
+        await opened(client)
+        assert await refusal(client, turn(FIRST, "x" * 1025)) == "rid has 1025 characters: at most 1024 in a session"

@@ -26,14 +26,15 @@ class HttpAsker:
     async def ask(self, method: str, url: str, patience: httpx.Timeout, body: Mapping[str, Any] | None = None) -> bytes:
         """The body of a 200. Raises NoAnswer."""
         try:
-            answer = await self._client.request(method, url, json=body, timeout=patience)
+            async with self._client.stream(method, url, json=body, timeout=patience) as answer:
+                content = await _limited(answer)
         except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
             raise NoAnswer(f"{method} {shown(url)}: {type(error).__name__} {shown(str(error))}") from error
         if answer.status_code != 200:
-            raise NoAnswer(f"{method} {url}: status {answer.status_code}: {answer.text[:200]}")
-        if len(answer.content) > ANSWER_LIMIT_BYTES:
+            raise NoAnswer(f"{method} {url}: status {answer.status_code}: {content[:200].decode(errors='replace')}")
+        if len(content) > ANSWER_LIMIT_BYTES:
             raise NoAnswer(f"{method} {url}: over {ANSWER_LIMIT_BYTES} bytes")
-        return answer.content
+        return content
 
     async def ask_json(self, method: str, url: str, patience: httpx.Timeout, body: Mapping[str, Any] | None = None) -> Any:
         """As `ask`, for a JSON body."""
@@ -45,3 +46,13 @@ class HttpAsker:
 
     async def close(self) -> None:
         await self._client.aclose()
+
+
+async def _limited(answer: httpx.Response) -> bytes:
+    """The body, and not much more than the limit of one that is longer: the URL may be a stranger's."""
+    content = bytearray()
+    async for piece in answer.aiter_bytes(65536):
+        content += piece
+        if len(content) > ANSWER_LIMIT_BYTES:
+            break
+    return bytes(content)

@@ -18,7 +18,7 @@ from windtunnel.serve.sglang.engines import scaled
 from windtunnel.serve.sglang.generate import SglangRoute
 from windtunnel.serve.sglang.health import Heartbeat, probe
 from windtunnel.serve.sglang.kv_config import as_argument
-from windtunnel.serve.sglang.sessions import Sessions
+from windtunnel.serve.sglang.sessions import NAME_LIMIT, Sessions
 from windtunnel.serve.state import Server
 from windtunnel.wire.family import WireError
 from windtunnel.wire.http import dumps, parse_json
@@ -30,6 +30,7 @@ from windtunnel.wire.vllm.prompts import check_vocabulary
 SHOWN_ARGUMENTS = 64
 _ANY = ("GET", "POST")
 _LONGEST_WAIT_S = 600.0
+_LONGEST_PATIENCE_S = 1e9
 
 
 class Sglang:
@@ -265,16 +266,20 @@ def _open_session(server: Server, state: Sglang, call: Call) -> Reply:
     """`timeout`: seconds without a request after which the session is closed. SGLang makes nothing of `capacity_of_str_len`."""
     asked = _object(call)
     wanted, patience_s = asked.get("session_id") or server.new_id(), asked.get("timeout")
-    if not isinstance(wanted, str):
-        raise WireError("session_id must be a text", kind=errors.INVALID)
-    if patience_s is not None and (isinstance(patience_s, bool) or not isinstance(patience_s, int | float) or patience_s < 0):
-        raise WireError("timeout must be null or a number of seconds", kind=errors.INVALID)
+    if not isinstance(wanted, str) or len(wanted) > NAME_LIMIT:
+        raise WireError(f"session_id must be a text of at most {NAME_LIMIT} characters", kind=errors.INVALID)
+    if patience_s is not None and not _is_patience(patience_s):
+        raise WireError(f"timeout must be null or a number of seconds up to {_LONGEST_PATIENCE_S:.0e}", kind=errors.INVALID)
     if asked.get("streaming"):
         return _native_refusal("Streaming sessions are disabled. Please relaunch with --enable-streaming-session.")
     patience_ns = None if patience_s is None else scaled(round(patience_s * 1e9), server.config.pacing.time_scale)
     if not state.sessions.open(wanted, patience_ns, server.config.limits.stored_responses):
         return _native_refusal("Failed to open the session. Check if a session with the same id is still open.")
     return json_reply(wanted)
+
+
+def _is_patience(told: Any) -> bool:
+    return not isinstance(told, bool) and isinstance(told, int | float) and 0 <= told <= _LONGEST_PATIENCE_S
 
 
 def _native_refusal(message: str) -> Reply:

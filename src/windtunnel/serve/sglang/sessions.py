@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 TURNS_MAX = 1000
 TOKENS_MAX = 16_000_000
+NAME_LIMIT = 1024
+"""Characters in the id of a session, and in those of its requests."""
 
 
 @dataclass(slots=True)
@@ -84,7 +86,12 @@ class Sessions:
             self._drop(list(session.turns.values()), session)
 
     def join(self, server: "Server", generation: Generation, asked: SessionTurn) -> Generation:
-        """The request with what comes before it; with a `late_error` if it cannot have that."""
+        """The request with what comes before it; with a `late_error` if it cannot have that.
+
+        One whose id is at work is left to be refused for that, as in SGLang before its sessions see it.
+        """
+        if any(map(server.driver.live, generation.engine_ids or ())):
+            return generation
         try:
             return self._joined(server, generation, asked)
         except WireError as error:
@@ -101,7 +108,7 @@ class Sessions:
         if before is not None:
             special = server.env.tokenizer.encode("")[:1]
             tokens = (*before.tokens(asked), *(own[1:] if list(own[:1]) == special else own))
-        self._check_room(session, len(tokens))
+        self._check_room(session, len(tokens), (generation.engine_ids or ("",))[0])
         prompt = PromptPlan(tuple(tokens), None)
         env, names = server.env, generation.engine_ids
         assert isinstance(env, SglangEnv) and names is not None, "a request of one of SGLang's families"
@@ -139,7 +146,9 @@ class Sessions:
         if before is not None:
             before.after[turn.rid] = turn
 
-    def _check_room(self, session: _Session, tokens: int) -> None:
+    def _check_room(self, session: _Session, tokens: int, rid: str) -> None:
+        if len(rid) > NAME_LIMIT:
+            raise _refusal(f"rid has {len(rid)} characters: at most {NAME_LIMIT} in a session")
         if len(session.turns) >= TURNS_MAX:
             raise _refusal(f"The session already has {TURNS_MAX} requests: close it and open another one.")
         if self._tokens + tokens > TOKENS_MAX:

@@ -8,7 +8,7 @@ from windtunnel.serve import asgi
 from windtunnel.serve.asgi import Endpoint, Receive, Scope, Send, send_bytes
 from windtunnel.wire.vllm.mooncake import EngineEntry, Registration, error_detail, query_answer
 
-BODY_LIMIT_BYTES = 1024 * 1024
+BODY_LIMIT_BYTES = 4096
 BODY_TIMEOUT_S = 10.0
 WORKERS_LIMIT = 4096
 """vLLM's server has none."""

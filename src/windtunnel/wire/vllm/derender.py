@@ -15,10 +15,11 @@ from windtunnel.wire.env import ServerEnv
 from windtunnel.wire.family import ChoiceResult, Generation, PromptPlan, SamplingPlan, TokenLogprob, Usage, WireError
 from windtunnel.wire.output import ChoiceState, decoded
 from windtunnel.wire.vllm import chat, completions, fields, models
-from windtunnel.wire.vllm.fields import TokenId
+from windtunnel.wire.vllm.fields import INT64_MAX
 from windtunnel.wire.vllm.generate import disabled
 
 Derender = Callable[[bytes, Mapping[str, str], ServerEnv], bytes]
+TokenId = Annotated[int, Field(ge=0, le=INT64_MAX)]
 Ids = list[TokenId]
 
 CHOICES_MAX = 16384

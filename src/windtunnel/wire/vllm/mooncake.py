@@ -6,6 +6,7 @@ in an answer: no memory lies behind the addresses, so a prefill refuses a pull t
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -173,7 +174,7 @@ def worker_addresses(body: bytes) -> dict[str, str]:
 
 def engine_ids(body: bytes) -> dict[int, str]:
     """The same: of each data-parallel rank its engine id, at least one. Raises MooncakeError."""
-    ids = {int(rank): entry.engine_id for rank, entry in _entries(body).items() if rank.isascii() and rank.isdigit()}
+    ids = {int(rank): entry.engine_id for rank, entry in _entries(body).items() if re.fullmatch("[0-9]{1,9}", rank)}
     if not ids:
         raise MooncakeError("no engine is registered")
     return ids

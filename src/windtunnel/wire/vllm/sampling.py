@@ -167,7 +167,7 @@ def check_ranges(sampling: Sampling, env: ServerEnv) -> None:
     """Raises the 400 of the first value out of range, in the order in which the real server looks."""
     for rule in _RULES:
         value = getattr(sampling, rule.field)
-        if rule.field in ("n", "max_tokens") and sampling.beam:
+        if rule.field == "max_tokens" and sampling.beam:
             continue
         if not rule.ok(value):
             message = f"{rule.field} {rule.must}, got {value}."
