@@ -107,9 +107,10 @@ class MooncakeTransport(Transport):
         notification = ask.notification
         if isinstance(notification, Pulled):
             self._answer(ask.peer, notification)
-        elif isinstance(notification, Pulls) and self._pulling < PULLS_LIMIT and ask.peer.engine_id in self._workers:
+        elif isinstance(notification, Pulls) and self._pulling < PULLS_LIMIT:
+            where = self._workers[ask.peer.engine_id]
             self._pulling += 1
-            self.spawn(self._pull(self._workers[ask.peer.engine_id], notification))
+            self.spawn(self._pull(where, notification))
         else:
             self._later(NotifyFailed(ask.peer, notification, f"{PULLS_LIMIT} pulls are under way already"))
 
