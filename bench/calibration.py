@@ -1,7 +1,8 @@
 """Writes the tables of docs/calibration.md: python -m bench.calibration [NAME…]
 
-Each table is one `windtunnel calibrate` of the recorded trace (`$WINDTUNNEL_GOLDEN/vllm/trace.jsonl`), printed as it comes,
-misses included, between the marks <!-- NAME --> and <!-- /NAME --> of the page. Not part of `make bench`: it takes minutes.
+Each table is one `windtunnel calibrate` of the recorded trace (`$WINDTUNNEL_GOLDEN/vllm/trace.jsonl`) beside what other jobs
+took of its machine (`trace_cpu.jsonl`), printed as it comes, misses included, between the marks <!-- NAME --> and
+<!-- /NAME --> of the page. Not part of `make bench`: it takes minutes.
 """
 
 import os
@@ -9,6 +10,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from windtunnel.sim.calibrate.replay import EngineLimits
@@ -18,8 +20,8 @@ TRACE = Path(os.environ.get("WINDTUNNEL_GOLDEN", "../shared/golden")) / "vllm" /
 LIMITS = EngineLimits(max_num_seqs=16, max_num_batched_tokens=2048, block_size=32)
 SERVER = (
     *(word for name in LIMITS.__slots__ for word in (f"--{name.replace('_', '-')}", str(getattr(LIMITS, name)))),
-    "--seed",
-    "1",
+    *("--cores", "2", "--cpu", "trace_cpu.jsonl"),
+    *("--seed", "1"),
 )
 TABLES = {
     "all-passes": ("--fit-concurrency", "1,8"),
@@ -31,14 +33,16 @@ TABLES = {
 def main() -> None:
     for name in sys.argv[1:] or TABLES:
         command = ["calibrate", TRACE.name, *TABLES[name], *SERVER]
-        table = _calibrate(name)
+        table = _calibrated(command)
         shown = " ".join(f"'{word}'" if " " in word else word for word in command)
         _replace(name, f"`windtunnel {shown}`, {time.strftime('%Y-%m-%d')}:\n\n{table}")
 
 
-def _calibrate(name: str) -> str:
-    command = [sys.executable, "-m", "windtunnel", "calibrate", str(TRACE), *TABLES[name], *SERVER]
-    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+def _calibrated(command: Sequence[str]) -> str:
+    found = [str(TRACE.parent / word) if word.endswith(".jsonl") else word for word in command]
+    return subprocess.run(
+        [sys.executable, "-m", "windtunnel", *found], check=True, stdout=subprocess.PIPE, text=True
+    ).stdout.strip()
 
 
 def _replace(name: str, content: str) -> None:

@@ -62,7 +62,7 @@ class Mode:
         """Those of them that the mode needs. Events of port 0 are published on a free one."""
         words = f"--engine {self.engine} --port {port} {_ROLES[self.connector or self.engine, role]}"
         return [
-            *words.replace("BOOTSTRAP", str(bootstrap_port)).split(),
+            *words.replace("BOOTSTRAP", str(bootstrap_port)).replace("PORT", str(port)).split(),
             *(flag.replace("EVENTS_PORT", str(events_port)) for flag in self.flags),
         ]
 
@@ -81,7 +81,8 @@ _ROLES = {
     (
         "mooncake",
         "prefill",
-    ): '--kv-transfer-config {"kv_connector":"MooncakeConnector","kv_role":"kv_producer"} --mooncake-bootstrap-port BOOTSTRAP',
+    ): '--kv-transfer-config {"kv_connector":"MooncakeConnector","kv_role":"kv_producer","engine_id":"prefill-PORT"} '
+    "--mooncake-bootstrap-port BOOTSTRAP",
     ("mooncake", "decode"): '--kv-transfer-config {"kv_connector":"MooncakeConnector","kv_role":"kv_consumer"}',
     ("sglang", "worker"): "",
     ("sglang", "prefill"): "--disaggregation-mode prefill --disaggregation-bootstrap-port BOOTSTRAP",

@@ -6,7 +6,7 @@ import json
 import os
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -274,9 +274,7 @@ async def _ready(made: Site, process: asyncio.subprocess.Process) -> None:
     while process.returncode is None:
         with contextlib.suppress(httpx.TransportError):
             if not joined and (await made.client.get(f"{made.url}/health")).status_code < 600:
-                await register(
-                    made.client, made.url, zip(made.mode.roles, (worker.url for worker in made.workers), strict=True)
-                )
+                await register(made.client, made.url, made.mode, [(one.url, one.bootstrap_port) for one in made.workers])
                 joined = True
             answer = await made.hello()
             seen = all(worker.asked if made.mode.balanced else worker.visits or made.mode.grpc for worker in made.workers)
@@ -286,10 +284,13 @@ async def _ready(made: Site, process: asyncio.subprocess.Process) -> None:
     raise RuntimeError(f"the router ended with exit code {process.returncode} before it was up")
 
 
-async def register(client: httpx.AsyncClient, router: str, workers: Iterable[tuple[Any, str]]) -> None:
-    """Pairs of role and URL."""
-    for role, url in workers:
-        await client.post(f"{router}/workers", json=registration(ToldWorker(url, role)))
+async def register(client: httpx.AsyncClient, router: str, mode: Mode, workers: Iterable[tuple[str, int]]) -> None:
+    """Each worker's URL and bootstrap port, in the order of the mode's roles."""
+    for role, (url, port) in zip(mode.roles, workers, strict=True):
+        told = ToldWorker(url, role)  # type: ignore[arg-type]
+        if mode.connector == "mooncake":
+            told = replace(told, bootstrap_port=port if role == "prefill" else None, connector="MooncakeConnector")
+        await client.post(f"{router}/workers", json=registration(told))
 
 
 Probe = Callable[[Site], Awaitable[str]]

@@ -29,6 +29,14 @@ PEER = Peer(
             registers=True,
         ),
         Mode("vLLM P/D, gRPC", "vllm", _PAIR, _LEGS, grpc=True),
+        Mode(
+            "vLLM P/D, Mooncake",
+            "vllm",
+            f"{_CALM} --pd-disaggregation --backend vllm --enable-igw",
+            _LEGS,
+            registers=True,
+            connector="mooncake",
+        ),
     ),
     (
         Setup(

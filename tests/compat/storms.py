@@ -75,7 +75,7 @@ async def fleet(mode: Mode, program: str, pace: Sequence[str], log: Path) -> Asy
         if mode.registers:
             await _up([f"{router}/liveness"], patience_s)
             async with httpx.AsyncClient(trust_env=False) as client:
-                await register(client, router, zip(mode.roles, urls, strict=True))
+                await register(client, router, mode, [(url, places[f"bootstrap{at}"]) for at, url in enumerate(urls)])
         await _up([f"{router}/v1/models"], patience_s)
         await _answers(router, patience_s)
         yield router, urls

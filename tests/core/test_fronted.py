@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from tests.core.rig import engine, request
 from windtunnel.core.engine import Engine
 from windtunnel.core.fronted import FrontedEngine
 from windtunnel.core.lifecycle import State
+from windtunnel.core.machine import NO_OTHER_JOBS, Machine, OtherJobs
 from windtunnel.core.outputs import FinishReason, StepOutput
 from windtunnel.core.profile import FrontendCosts, Profile, ProfilePacing, StepCosts, at_speed
 from windtunnel.core.request import UNTIL_RELEASED
@@ -33,9 +35,11 @@ def sglang(pacing: ProfilePacing) -> Engine:
     return SglangEngine(SglangEngineConfig(max_total_num_tokens=4096), pacing, random.Random(0))
 
 
-def fronted(make: Any = vllm, *, limits: dict[str, Any] | None = None, **costs: Any) -> tuple[Any, FrontedEngine]:
+def fronted(
+    make: Any = vllm, *, limits: dict[str, Any] | None = None, other_jobs: OtherJobs = NO_OTHER_JOBS, **costs: Any
+) -> tuple[Any, FrontedEngine]:
     draws = random.Random(0)
-    pacing = ProfilePacing(profile(**costs), draws)
+    pacing = ProfilePacing(replace(profile(**costs), machine=Machine(2, 1.5)), draws, other_jobs)
     made = make(pacing, **(limits or {}))
     return made, FrontedEngine(made, pacing, draws)
 
@@ -129,6 +133,37 @@ def test_the_work_on_a_request_delays_the_step_beside_it() -> None:
         front.submit([request("b", 8, 1, arrival_ns=5_500)], 5_500)
         steps += play(front)
         assert heard(steps, "a")[-1][0] == last_ns
+
+
+def test_other_jobs_slow_the_engine_alone_and_both_more_while_both_work() -> None:
+    # of two cores one is left: a lone step takes 1.5 times as long; beside the front end both take twice as long
+    _made, front = fronted(other_jobs=OtherJobs((1.0,)), request_ns=100.0, handover_ns=50.0)
+    front.submit([request("a", 8, 21)], 0)
+    steps = play(front, 5_500)
+    assert [at_ns for at_ns, _tokens in heard(steps, "a")] == [150 + 1_500 * step for step in (1, 2, 3)]
+    front.submit([request("b", 8, 1, arrival_ns=5_500)], 5_500)
+    steps += play(front)
+    lost_ns = (2.0 - 1.5) * 150
+    assert heard(steps, "b")[0][0] == 150 + 1_500 * 5 + lost_ns
+    assert heard(steps, "a")[-1][0] == 150 + 1_500 * 21 + lost_ns
+
+
+def test_the_front_end_works_half_as_fast_beside_an_engine_on_its_only_core() -> None:
+    _made, front = fronted(other_jobs=OtherJobs((0.0, 1.0), (3_000,)), chunk_ns=100.0)
+    front.submit([request("a", 8, 4)], 0)
+    written = [at_ns for at_ns, _tokens in heard(play(front), "a")]
+    third_ns = 3_000 + 1_500 + 50  # its step has begun with the jobs and lost (2 - 1.5) x 100 to the chunk before
+    assert written == [1_100, 2_100, 3_000 + 200, third_ns + 100]
+
+
+def test_other_jobs_change_nothing_where_they_are_none() -> None:
+    costs = {"request_ns": 700.0, "chunk_ns": 300.0, "contention": 0.5, "turns": 3}
+    heard_of = []
+    for jobs in (NO_OTHER_JOBS, OtherJobs((0.0, 0.0), (2_000,))):
+        _made, front = fronted(other_jobs=jobs, **costs)
+        front.submit([request(name, 8, 9) for name in ("a", "b")], 0)
+        heard_of.append(play(front))
+    assert heard_of[0] == heard_of[1]
 
 
 def test_a_front_end_that_goes_releases_all_and_gives_what_it_held() -> None:

@@ -3,10 +3,12 @@
 import json
 import random
 import statistics
+from dataclasses import replace
 
 import pytest
 
 from windtunnel.core.frontend import Frontend
+from windtunnel.core.machine import Machine, OtherJobs
 from windtunnel.core.pacing import StepPlan
 from windtunnel.core.profile import (
     FrontendCosts,
@@ -26,11 +28,18 @@ PROFILE = Profile(
     Noise((0.0, 0.5, 1.0), (-10.0, 0.0, 400.0), 0.4, 0.9),
     Noise((0.0, 1.0), (-5.0, 5.0)),
     "test",
+    Machine(4, 2.5),
 )
 
 
 def test_a_profile_survives_its_file() -> None:
     assert from_mapping(json.loads(json.dumps(PROFILE.as_mapping()))) == PROFILE
+
+
+def test_a_profile_that_does_not_know_its_machine_is_one() -> None:
+    document = PROFILE.as_mapping()
+    del document["machine"]
+    assert from_mapping(document) == replace(PROFILE, machine=Machine()) and not Machine().cores
 
 
 @pytest.mark.parametrize(
@@ -51,6 +60,8 @@ def test_a_profile_survives_its_file() -> None:
         ("step", {"bass_ns": 1}, "step.bass_ns: unknown field; known are base_ns"),
         ("frontend", {"turns": 0}, "frontend.turns is 0: must be a number of 1 to 1000"),
         ("frontend", {"turns": 1.5}, "frontend.turns is 1.5: must be a whole number"),
+        ("machine", {"cores": 1.5}, "machine.cores is 1.5: must be a whole number"),
+        ("machine", {"engine_cores": 0.5}, "machine.engine_cores is 0.5: must be a number of 1 to"),
         ("step_noise", {"values_ns": [0, "x", 1]}, r"step_noise.values_ns\[1\] is 'x': must be a number"),
         ("step_noise", {"values_ns": [0, -1, 1]}, "noise.values_ns: must not fall"),
         ("step_noise", {"shares": [0, 0.5]}, "noise: shares and values_ns must be of one length"),
@@ -109,6 +120,34 @@ def test_one_seed_gives_one_series() -> None:
 
     assert steps() == steps()
     assert len(set(steps())) > 40
+
+
+# Other jobs of the machine
+
+
+def test_other_jobs_slow_whoever_wants_more_cores_than_they_leave() -> None:
+    two = Machine(cores=2, engine_cores=1.5)
+    assert [two.engine_stretch(jobs) for jobs in (0.0, 0.5, 0.8, 1.0, 7.0)] == [1.0, 1.0, 1.25, 1.5, 1.5]
+    assert [two.shared_stretch(jobs) for jobs in (0.0, 0.4, 1.0)] == [1.0, 1.25, 2.0]
+    eight = Machine(cores=8, engine_cores=1.5)
+    assert [eight.engine_stretch(jobs) for jobs in (5.0, 6.5, 6.8, 7.0)] == [1.0, 1.0, pytest.approx(1.25), 1.5]
+    assert [eight.shared_stretch(jobs) for jobs in (5.0, 6.0, 7.0)] == [1.0, 1.25, 2.5]
+
+
+def test_a_machine_that_is_not_known_is_never_short_of_cores() -> None:
+    assert Machine().engine_stretch(5.0) == Machine().shared_stretch(5.0) == Machine(cores=1).shared_stretch(1.0) == 1.0
+
+
+def test_what_other_jobs_take_changes_at_its_times() -> None:
+    jobs = OtherJobs((0.1, 0.9, 0.4), (100, 200))
+    assert [jobs.at(at_ns) for at_ns in (0, 99, 100, 199, 200, 10**9)] == [0.1, 0.1, 0.9, 0.9, 0.4, 0.4]
+    assert OtherJobs().at(5) == 0.0
+
+
+def test_other_jobs_slow_what_a_step_costs_whatever_its_prompts() -> None:
+    pacing = ProfilePacing(Profile(PROFILE.step, PROFILE.frontend), random.Random(0))
+    pacing.stretch = 1.5
+    assert pacing.step_ns(StepPlan(10, 3, 200, 40)) == 1.5 * (1000 + 300) + 50 + 100 + 10
 
 
 # The front end

@@ -30,6 +30,7 @@ def on_path(monkeypatch: pytest.MonkeyPatch) -> None:
         ("sglang-pd", "vllm-router"),
         ("vllm-pd", "smg"),
         ("vllm-pd", "vllm-router"),
+        ("vllm-pd-mooncake", "smg"),
         ("vllm-pd-mooncake", "vllm-router"),
     ],
 )

@@ -1,11 +1,12 @@
 """A live driver with a profile plays what the replay plays: the same chunks at the same times, under the test's clock."""
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from tests.serve.test_driver_turns import FakeAlarm, FakeCork, FakeLoop
 
+from windtunnel.core.machine import Machine, OtherJobs
 from windtunnel.core.outputs import TokenOutput
 from windtunnel.core.profile import FrontendCosts, Noise, Profile, ProfilePacing, StepCosts
 from windtunnel.core.request import EngineRequest
@@ -26,19 +27,20 @@ BUSY_FRONTEND = Profile(
     Noise((0.0, 0.5, 0.99, 1.0), (-200_000.0, 0.0, 400_000.0, 3e6)),
 )
 """Eight streams need 3.5 ms of the front end for a step of under 3 ms: it merges chunks."""
+BESIDE_JOBS = replace(BUSY_FRONTEND, machine=Machine(cores=2, engine_cores=1.4))
 ASKED = [Measured(0.004 * at, 64, 20, ((1.0, 1),), 1.0) for at in range(12)]
 
 
 class TurningClock:
     """The driver's loop, alarm and clock in one."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, profile: Profile = BUSY_FRONTEND, other_cores: float = 0.0) -> None:
         self.now = 0
         self.alarm, self.loop = FakeAlarm(), FakeLoop()
         monkeypatch.setattr(module, "now_ns", lambda: self.now)
         monkeypatch.setattr(module, "make_alarm", lambda _loop, _callback: self.alarm)
         draws = random.Random(SEED)
-        pacing = ProfilePacing(BUSY_FRONTEND, draws)
+        pacing = ProfilePacing(profile, draws, OtherJobs((other_cores,)))
         self.engine = VllmEngine(VllmEngineConfig(num_blocks=200, block_size=16, max_model_len=512), pacing)
         self.driver = EngineDriver(self.engine, 0, self.loop, FakeCork(), ())  # type: ignore[arg-type]
         self.driver._auditor = IdleAuditor()  # type: ignore[assignment]
@@ -90,14 +92,16 @@ def send(clock: TurningClock, name: str, prompt: int = 64, tokens: int = 20) -> 
     return client
 
 
-def test_live_chunks_are_those_of_the_replay(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = TurningClock(monkeypatch)
+@pytest.mark.parametrize(("profile", "other_cores"), [(BUSY_FRONTEND, 0.0), (BESIDE_JOBS, 0.7)])
+def test_live_chunks_are_those_of_the_replay(monkeypatch: pytest.MonkeyPatch, profile: Profile, other_cores: float) -> None:
+    clock = TurningClock(monkeypatch, profile, other_cores)
     clients = []
     for at, asked in enumerate(ASKED):
         clock.run_until(round(1e9 * asked.sent_s))
         clients.append(send(clock, f"r{at}"))
     clock.run_until(10**12)
-    played = replay(Run("open", None, ASKED), BUSY_FRONTEND, EngineLimits(), seed=SEED).requests
+    run = Run("open", None, ASKED, other_jobs=((1.0, other_cores),))
+    played = replay(run, profile, EngineLimits(), seed=SEED).requests
     by_sending = sorted(played, key=lambda one: one.sent_s)
     assert any(len(client.chunks) < 20 for client in clients), "nothing was merged: the load shows nothing"
     for client, replayed in zip(clients, by_sending, strict=True):

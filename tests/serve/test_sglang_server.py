@@ -179,10 +179,19 @@ async def test_metrics_are_there_unless_switched_off() -> None:
     async with talking() as (_server, client):
         await client.post("/generate", json=BODIES["/generate"])
         text = (await client.get("/metrics")).text
-        assert 'sglang:num_requests_total{engine_type="unified",is_streaming="False",model_name="wt-model"} 1.0' in text
-        assert 'sglang:prompt_tokens_total{engine_type="unified",is_streaming="False",model_name="wt-model"}' in text
+        assert 'sglang:num_requests_total{engine_type="unified",is_streaming="false",model_name="wt-model"} 1.0' in text
+        assert 'sglang:prompt_tokens_total{engine_type="unified",is_streaming="false",model_name="wt-model"}' in text
     async with talking(sglang__enable_metrics=False) as (_server, client):
         assert (await client.get("/metrics")).status_code == 404
+
+
+async def test_metrics_count_requests_with_a_grammar() -> None:
+    async with talking() as (_server, client):
+        for params in ({}, {"regex": "a+"}):
+            answer = await client.post("/generate", json={"text": "hi", "sampling_params": {"max_new_tokens": 4, **params}})
+            assert answer.status_code == 200
+        text = (await client.get("/metrics")).text
+        assert 'sglang:num_so_requests_total{engine_type="unified",model_name="wt-model"} 1.0' in text
 
 
 async def test_tensor_parallel_ranks_have_metrics_of_their_own_on_request() -> None:

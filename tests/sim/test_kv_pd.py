@@ -181,6 +181,7 @@ def test_pacing_by_request_runs_the_plain_engine() -> None:
         ({"lease_ns": 0}, r"engines\.disagg"),
         ({"engine_id": "x"}, "engine_id is not one of"),
         ({"connector": "Mooncake"}, "connector is 'Mooncake'"),
+        ({"connector": "MooncakeConnector"}, "MooncakeConnector is not simulated"),
     ],
 )
 def test_settings_are_checked(disagg: dict[str, Any], said: str) -> None:

@@ -33,41 +33,47 @@ def calibrate(
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Of the measured server")] = 128,
     max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Of the measured server")] = 2048,
     block_size: Annotated[int, typer.Option(min=1, help="Of the measured server")] = 16,
+    cores: Annotated[int, typer.Option(min=0, max=100_000, help="Of the measured machine; 0: not known")] = 0,
+    cpu: Annotated[
+        Path | None,
+        typer.Option(help="What other jobs took of these cores: JSONL with t_s and other_cores (docs/calibration.md)"),
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the search and the predictions")] = 0,
     seeds: Annotated[int, typer.Option(min=1, max=100, help="Predictions are means over so many seeds")] = 5,
-    evaluations: Annotated[
+    rounds: Annotated[
         int,
-        typer.Option(
-            min=1,
-            max=10_000,
-            help="Points that the last descent of the search may try; each shape of front end gets a third before",
-        ),
-    ] = 75,
-    scouts: Annotated[
-        int, typer.Option(min=0, max=10_000, help="Random points tried before each local search: slower, and surer")
-    ] = 0,
+        typer.Option(min=1, max=1000, help="At most so many of the search"),
+    ] = 6,
     out: Annotated[Path | None, typer.Option(help="Write the profile here, for windtunnel serve --profile")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout")] = False,
 ) -> None:
     """Fit a profile to measured requests, print the goodness of fit, and predict the runs that were left out."""
     from windtunnel.cli.glue import fail
     from windtunnel.core.profile import ProfileError
-    from windtunnel.sim.calibrate.fit import Fit, FitError, fit, unseen
+    from windtunnel.sim.calibrate.cpu import beside_other_jobs, read_other_jobs
+    from windtunnel.sim.calibrate.fit import Fit, fit
     from windtunnel.sim.calibrate.formats import TraceError
+    from windtunnel.sim.calibrate.lone import FitError, unseen
     from windtunnel.sim.calibrate.prediction import predict
     from windtunnel.sim.calibrate.replay import EngineLimits
 
     limits = EngineLimits(max_num_seqs, max_num_batched_tokens, block_size)
     try:
         runs = _read(traces, trace_format, _numbers("--concurrency", concurrency), only)
+        if cpu is not None:
+            runs = beside_other_jobs(runs, read_other_jobs(cpu))
+            if not (cores or profile_file):
+                fail("--cpu needs --cores: how many the measured machine has")
         fitted = (
             [] if profile_file else [run for run in runs if run.concurrency in _numbers("--fit-concurrency", fit_concurrency)]
         )
         source = f"{', '.join(path.name for path in traces)}: {', '.join(run.name for run in fitted)}; seed {seed}"
         if profile_file:
             found = Fit(_load(profile_file), {}, None)
+            if cpu is not None and not found.profile.machine.cores:
+                fail(f"--cpu: {profile_file.name} does not know its machine; calibrate it with --cores")
         else:
-            found = fit(fitted, limits, seed=seed, evaluations=evaluations, say=_say, source=source, scouts=scouts)
+            found = fit(fitted, limits, seed=seed, rounds=rounds, cores=cores, say=_say, source=source)
             for doubt in unseen(runs, fitted):
                 _say(doubt)
     except (TraceError, FitError, ProfileError) as error:

@@ -26,6 +26,9 @@ _NEVER = 1 << 63
 class FrontedEngine:
     """What a driver needs of `Engine`. Owns the front end; the engine may be looked into by others.
 
+    Other jobs of the machine (`core.machine`) slow both while both have work, and the engine alone where it wants more cores
+    than they leave.
+
     `advance` gives a step as the engine has it, less its outputs, when it ends, and each chunk as a `StepOutput` without stats.
     """
 
@@ -34,6 +37,8 @@ class FrontedEngine:
         profile = pacing.profile
         self._engine = engine
         self._contention = profile.frontend.contention
+        self._machine = profile.machine
+        self._pacing = pacing
         self._frontend = Frontend(profile.frontend, profile.request_noise, draws)
         self._wake_ns = round(profile.frontend.wake_ns)
         self._children: dict[str, list[str]] = {}
@@ -130,6 +135,7 @@ class FrontedEngine:
         self._engine.release(children, at_ns)
 
     def _step(self, at_ns: int) -> Sequence[StepOutput]:
+        self._pacing.stretch = self._machine.engine_stretch(self._pacing.other_jobs.at(at_ns))
         steps = self._engine.advance(at_ns)
         for step in steps:
             if step.outputs:
@@ -149,9 +155,12 @@ class FrontedEngine:
         self._at_work.discard(request_id)
 
     def _turn(self) -> None:
-        turn = self._frontend.turn()
+        others = self._pacing.other_jobs.at(_or_never(self._frontend.next_event_at()))
+        stretch = self._machine.shared_stretch(others) if self._at_work else 1.0
+        turn = self._frontend.turn(stretch)
         if self._at_work:
-            self._engine.delay_step(round(self._contention * turn.request_work_ns))
+            lost = max(0.0, stretch - self._machine.engine_stretch(others)) * (turn.request_work_ns + turn.chunk_work_ns)
+            self._engine.delay_step(round(self._contention * stretch * turn.request_work_ns + lost))
         wake_ns = 0 if self._at_work else self._wake_ns
         for submission in turn.submissions:
             heappush(self._releases, (submission.at_ns + wake_ns, submission.key))

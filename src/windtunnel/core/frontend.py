@@ -37,7 +37,9 @@ class Turn(NamedTuple):
     submissions: list[Submission]
     chunks: list[Chunk]
     request_work_ns: float
-    """Spent on requests, their way to the engine included."""
+    """On requests, their way to the engine included, on an idle machine."""
+    chunk_work_ns: float
+    """On outputs, on an idle machine."""
 
 
 class _Incoming:
@@ -76,35 +78,39 @@ class Frontend:
         heads = [queue[0][0] for queue in (self._arrivals, self._batches) if queue]
         return max(self._free_ns, min(heads)) if heads else None
 
-    def turn(self) -> Turn:
-        """Run the turn that `next_event_at` announced. Its results may lie later than its start."""
+    def turn(self, stretch: float = 1.0) -> Turn:
+        """Run the turn that `next_event_at` announced. Its results may lie later than its start.
+
+        All work takes `stretch` times as long as on an idle machine.
+        """
         start_ns = self.next_event_at()
         assert start_ns is not None, "the front end has nothing to do"
-        clock_ns, submissions = self._serve_incoming(start_ns)
-        request_work_ns = clock_ns - start_ns + self._costs.handover_ns * len(submissions)
+        clock_ns, submissions = self._serve_incoming(start_ns, stretch)
+        request_work_ns = (clock_ns - start_ns) / stretch + self._costs.handover_ns * len(submissions)
+        writing_ns = clock_ns
         outputs, last = self._merge(start_ns)
         chunks = []
         if outputs:
-            clock_ns += self._costs.step_ns
+            clock_ns += self._costs.step_ns * stretch
         for key, count in outputs.items():
-            clock_ns += self._costs.chunk_ns
+            clock_ns += self._costs.chunk_ns * stretch
             chunks.append(Chunk(key, count, round(clock_ns), key in last))
             if key in last:
-                clock_ns += self._costs.chunk_ns * ENDING_WRITES
+                clock_ns += self._costs.chunk_ns * ENDING_WRITES * stretch
         self._free_ns = round(clock_ns)
-        return Turn(submissions, chunks, request_work_ns)
+        return Turn(submissions, chunks, request_work_ns, (clock_ns - writing_ns) / stretch)
 
-    def _serve_incoming(self, start_ns: int) -> tuple[float, list[Submission]]:
+    def _serve_incoming(self, start_ns: int, stretch: float) -> tuple[float, list[Submission]]:
         while self._arrivals and self._arrivals[0][0] <= start_ns:
             self._incoming.append(self._arrivals.popleft()[1])
         clock_ns = float(start_ns)
         submissions = []
         for one in self._incoming:
-            clock_ns += one.slice_ns
+            clock_ns += one.slice_ns * stretch
             one.turns_left -= 1
             if not one.turns_left:
                 on_its_way_ns = max(0.0, self._costs.handover_ns + self._noise.draw())
-                submissions.append(Submission(one.key, round(clock_ns + on_its_way_ns)))
+                submissions.append(Submission(one.key, round(clock_ns + on_its_way_ns * stretch)))
         self._incoming = [one for one in self._incoming if one.turns_left]
         return clock_ns, submissions
 

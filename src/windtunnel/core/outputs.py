@@ -106,7 +106,7 @@ class StepStats(NamedTuple):
     disk_hits: int = 0
     """Of these, the tokens found on disk."""
     extra: Mapping[str, float] = {}
-    """Flavour-specific gauges (SGLang queues, P/D), by metric stem."""
+    """Flavour-specific gauges (SGLang queues, P/D), by metric stem. `evicted_tokens` is an increment."""
 
 
 @dataclass(slots=True)

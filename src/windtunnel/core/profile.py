@@ -13,6 +13,7 @@ from itertools import pairwise
 from math import erf, sqrt
 from typing import Any, ClassVar
 
+from windtunnel.core.machine import NO_OTHER_JOBS, Machine, OtherJobs
 from windtunnel.core.pacing import Draws, StepPlan
 from windtunnel.core.units import LONGEST_S, S
 
@@ -93,6 +94,10 @@ class StepCosts:
             + self.prefill_pair_ns * plan.prefill_pairs
         )
 
+    def cpu_ns(self, plan: StepPlan) -> float:
+        """The part that other jobs slow: what the engine's processes do for a step, however long its prompts are."""
+        return self.base_ns + self.decode_seq_ns * plan.decode_seqs
+
     def noise_factor(self, plan: StepPlan) -> float:
         """Of the part of the noise that comes with further sequences."""
         return sqrt(self.noise_growth * max(0, plan.decode_seqs - 1))
@@ -131,13 +136,20 @@ class Profile:
     """Around `handover_ns`."""
     source: str = ""
     """Where the numbers come from: file, concurrencies, seed."""
+    machine: Machine = field(default_factory=Machine)
 
     def as_mapping(self) -> dict[str, Any]:
         sections = {name: _plain(getattr(self, name)) for name in _SECTIONS}
         return {"format": FORMAT, "source": self.source, **sections}
 
 
-_SECTIONS: Mapping[str, type] = {"step": StepCosts, "frontend": FrontendCosts, "step_noise": Noise, "request_noise": Noise}
+_SECTIONS: Mapping[str, type] = {
+    "step": StepCosts,
+    "frontend": FrontendCosts,
+    "step_noise": Noise,
+    "request_noise": Noise,
+    "machine": Machine,
+}
 
 
 def _plain(section: Any) -> dict[str, Any]:
@@ -183,6 +195,7 @@ class _Bounds:
 
 
 _SHOWN_CHARS = 100
+MOST_CORES = 100_000
 _MOST_POINTS = 10_000
 _LONGEST_NS = float(LONGEST_S * S)
 _BOUNDS: Mapping[str, _Bounds] = {
@@ -192,6 +205,8 @@ _BOUNDS: Mapping[str, _Bounds] = {
     "noise_growth": _Bounds(0, 1000),
     "contention": _Bounds(0, 1000),
     "turns": _Bounds(1, 1000),
+    "cores": _Bounds(0, MOST_CORES),
+    "engine_cores": _Bounds(1, MOST_CORES),
 }
 
 
@@ -230,18 +245,24 @@ def _at_speed(section: Any, speed: float) -> Any:
 
 
 class ProfilePacing:
-    """The step model of a profile as a `Pacing`. Owns its noise streams."""
+    """The step model of a profile as a `Pacing`. Owns its noise streams.
+
+    `other_jobs` count if the profile knows its machine.
+    """
 
     lock_step: ClassVar[bool] = True
 
-    def __init__(self, profile: Profile, draws: Draws) -> None:
+    def __init__(self, profile: Profile, draws: Draws, other_jobs: OtherJobs = NO_OTHER_JOBS) -> None:
         self.profile = profile
+        self.other_jobs = other_jobs
+        self.stretch = 1.0
+        """What other jobs do to the steps that begin: `core.fronted` keeps it up to date."""
         self._step_noise = NoiseStream(profile.step_noise, draws)
         self._further_noise = NoiseStream(replace(profile.step_noise, lasting=0.0), draws)
 
     def step_ns(self, plan: StepPlan) -> int:
         costs = self.profile.step
-        spent_ns = costs.step_ns(plan) + self._step_noise.draw()
+        spent_ns = costs.step_ns(plan) + (self.stretch - 1) * costs.cpu_ns(plan) + self._step_noise.draw()
         if factor := costs.noise_factor(plan):
             spent_ns += factor * self._further_noise.draw()
         return max(0, round(spent_ns))

@@ -43,6 +43,8 @@ class PacingConfig:
     gpu_model: str = "llama-3.1-8b"
     tensor_parallel: int = 1
     profile: Profile | None = None
+    other_jobs: float = 0.0
+    """Cores of the profile's machine that other jobs take."""
     time_scale: float = 1.0
 
 
@@ -105,7 +107,6 @@ class SglangSettings:
     enable_metrics: bool = True
     """Off in SGLang. On here: a test bench without gauges shows nothing of what it is for."""
     enable_metrics_for_all_schedulers: bool = False
-    collect_tokens_histogram: bool = False
     enable_cache_report: bool = False
     incremental_streaming_output: bool = False
     weight_version: str = "default"

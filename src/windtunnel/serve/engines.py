@@ -4,6 +4,7 @@ import secrets
 import time
 from dataclasses import replace
 
+from windtunnel.core.machine import OtherJobs
 from windtunnel.core.pacing import Draws, Duration, Pacing, RequestPacing, StepPacing
 from windtunnel.core.physics import GPUS, MODELS, PhysicsPacing
 from windtunnel.core.profile import ProfilePacing, at_speed
@@ -60,7 +61,7 @@ def with_hash_seed(config: ServeConfig) -> ServeConfig:
 
 def make_pacing(config: PacingConfig, draws: Draws) -> Pacing:
     if config.profile is not None:
-        return ProfilePacing(at_speed(config.profile, config.time_scale), draws)
+        return ProfilePacing(at_speed(config.profile, config.time_scale), draws, OtherJobs((config.other_jobs,)))
     if config.gpu is not None:
         return PhysicsPacing(GPUS[config.gpu], MODELS[config.gpu_model], config.tensor_parallel, config.time_scale)
     if config.model == "step":

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from windtunnel.core.physics import GPUS, MODELS
-from windtunnel.core.profile import Profile, from_mapping
+from windtunnel.core.profile import MOST_CORES, Profile, from_mapping
 from windtunnel.core.units import LONGEST_S, parse_duration_ns
 from windtunnel.serve.config import TOO_DEEP, ServeConfig, UsageError
 from windtunnel.serve.config_file import read_config_file
@@ -397,6 +397,13 @@ FLAGS: tuple[Flag, ...] = (
         live=True,
     ),
     Flag("profile", "pacing.profile", _optional(_profile), "file that windtunnel calibrate has written", live=True),
+    Flag(
+        "other-jobs",
+        "pacing.other_jobs",
+        _number(0, MOST_CORES),
+        "cores that other jobs take of the profile's machine",
+        live=True,
+    ),
     Flag("time-scale", "pacing.time_scale", _number(0.001, 1000), "divide every simulated duration by this", live=True),
     Flag("mode", "generation.mode", _mode, "what is generated: oracle, echo or sentence", live=True),
     Flag("natural-length", "generation.natural_length", _range, "length of natural answers, as LOW:HIGH tokens", live=True),
@@ -595,6 +602,8 @@ def check(config: ServeConfig) -> ServeConfig:
         check_sglang(config)
     else:
         _check_vllm(config)
+    if config.pacing.other_jobs and not (config.pacing.profile and config.pacing.profile.machine.cores):
+        raise UsageError("--other-jobs needs a --profile that knows its machine's cores: windtunnel calibrate --cores N")
     for name in config.faults:
         _check_fault(config, name)
     try:

@@ -269,7 +269,7 @@ class Jobs:
                     bootstrap=generation.bootstrap[prompt_index * sampling.n + child] if generation.bootstrap else None,
                     extra_key=generation.extra_key,
                     routing_key=generation.routing_key,
-                    tags={"external_id": external, "family": generation.family, "stream": str(generation.stream).lower()},
+                    tags=_tags(generation, external),
                 )
 
     def _ids(self, generation: Generation, prompt_index: int) -> tuple[str, str, list[str]]:
@@ -288,6 +288,12 @@ def _introduce(listeners: Sequence[ChoiceListener]) -> None:
     family = tuple([listener.request_id for listener in listeners])
     for listener in listeners if len(family) > 1 else ():
         listener.siblings = family
+
+
+def _tags(generation: Generation, external: str) -> dict[str, str]:
+    """What operators and metrics see of a request. A grammar shows as the answer that it asks for."""
+    tags = {"external_id": external, "family": generation.family, "stream": str(generation.stream).lower()}
+    return tags if generation.answer_text is None else {**tags, "grammar": "true"}
 
 
 def _reports_cached_blocks(generation: Generation) -> bool:

@@ -43,6 +43,16 @@ def test_a_shared_prefix_is_computed_once() -> None:
     assert stats(steps)[0].extra["cache_hit_rate"] == 28 / 40
 
 
+def test_a_report_tells_what_was_evicted_since_the_last_one() -> None:
+    engine = make_engine(max_total_num_tokens=64)
+    for name, start in (("a", 0), ("b", 100), ("c", 200)):
+        engine.submit([request(name, range(start, start + 40), 1)], engine.clock_ns)
+        steps = run(engine)
+        told = [report.extra["evicted_tokens"] for report in stats(steps)]
+        assert told[0] == (0 if name == "a" else 40)
+        assert not any(told[1:])
+
+
 @pytest.mark.parametrize("key", ["cache_salt", "extra_key"])
 def test_another_namespace_shares_nothing(key: str) -> None:
     engine = make_engine()
@@ -247,15 +257,18 @@ def test_a_late_driver_costs_an_arrival_nothing() -> None:
     assert [step.at_ns for step in run(engine) if tokens([step], "a")][:1] == [110 * MS]
 
 
-def test_a_full_server_costs_a_request_its_wait() -> None:
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_full_engine_does(leaves: bool) -> None:
     pacing = RequestPacing(Random(1), ttft=Duration(100 * MS), itl=Duration(20 * MS))
     engine = SglangEngine(SglangEngineConfig(max_total_num_tokens=1024, max_running_requests=1), pacing, Random(1))
-    engine.submit([request("a", 8, 20)], 0)
-    run(engine, 150 * MS)
-    engine.submit([request("b", 8, 1)], 150 * MS)
-    assert [step.at_ns for step in run(engine) if tokens([step], "b")] == [580 * MS], (
-        "a leaves at 480 ms, and b counts from then"
-    )
+    engine.submit([request("a", 8, 3)], 0)
+    engine.advance(0)
+    engine.submit([request("b", 8, 3)], 10 * MS)
+    engine.advance(10 * MS)
+    if leaves:
+        engine.abort(["a"], 90 * MS)
+    first = next(step.at_ns for step in run(engine) if tokens([step], "b"))
+    assert first == (190 * MS if leaves else 240 * MS), "b counts from its admission"
 
 
 def test_kv_events_replay_to_the_cache() -> None:

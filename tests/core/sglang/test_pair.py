@@ -49,6 +49,18 @@ def test_chunks_are_sent_as_they_are_computed_whole_pages_only() -> None:
     assert len(pair.frames_of(KvStatus)) == 1
 
 
+def test_transfers_are_told_in_binary_units_and_the_handshake_with_them() -> None:
+    """As SGLang 0.5.23 has them: MiB and GiB/s though the names say mb and gb; on both sides bootstrap and allocation."""
+    pair = Pair(kv_bytes_per_token=1 << 20)
+    pair.submit("a", 32)
+    pair.run()
+    told = dict(pair.prefill.take_observations())
+    assert told["kv_transfer_total_mb"] == 32
+    assert told["kv_transfer_speed_gb_s"] == pytest.approx(32 / 1024 / (told["kv_transfer_latency_ms"] / 1000))
+    assert (told["kv_transfer_bootstrap_ms"] > 0, told["kv_transfer_alloc_ms"]) == (True, 0)
+    assert [name for name, _ in pair.decode.take_observations()] == ["kv_transfer_bootstrap_ms", "kv_transfer_alloc_ms"]
+
+
 def test_until_0_5_22_completion_travels_with_the_writes() -> None:
     pair = Pair("0.5.22")
     pair.submit("a")

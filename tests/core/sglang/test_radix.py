@@ -81,6 +81,7 @@ def test_the_least_recently_used_leaf_goes_first_and_its_parent_stays() -> None:
     assert [len(tree.match(key).pages) for key in ((1, 2, 3), (1, 2, 4), (5,))] == [3, 2, 1]
     assert tree.evict(1) == 1
     assert len(tree.match((5,)).pages) == 1
+    assert tree.evicted_pages == 2
 
 
 def test_a_locked_path_survives_any_eviction() -> None:

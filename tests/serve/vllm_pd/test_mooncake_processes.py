@@ -101,6 +101,8 @@ async def test_our_own_balancer_with_one_command() -> None:
 
 
 def test_a_router_that_does_not_speak_mooncake_is_refused() -> None:
-    plan = replace(preset("vllm-pd-mooncake"), router="smg")
-    with pytest.raises(UpError, match="smg does not pair vllm-mooncake workers; those that do: vllm-router, windtunnel"):
+    plan = replace(preset("vllm-pd-mooncake"), router="sglang-router")
+    with pytest.raises(
+        UpError, match="sglang-router does not pair vllm-mooncake workers; those that do: smg, vllm-router, windt"
+    ):
         router_command(plan, {}, Ports({}), 1)

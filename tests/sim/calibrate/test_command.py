@@ -1,6 +1,7 @@
 """`windtunnel calibrate` from a file to a profile that `serve` takes, and what it says about wrong calls."""
 
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,9 @@ from tests.sim.calibrate.test_fit import measured
 from typer.testing import CliRunner, Result
 
 from windtunnel.cli.main import app
+from windtunnel.core.profile import ProfilePacing
+from windtunnel.serve.config import UsageError
+from windtunnel.serve.engines import make_pacing
 from windtunnel.serve.flags import parse_args
 
 
@@ -37,6 +41,41 @@ def test_a_trace_becomes_a_profile_that_serve_takes(tmp_path: Path) -> None:
     assert "predictions hit" in result.stdout
     profile = parse_args(["m", "--profile", str(out)]).config.pacing.profile
     assert profile is not None and profile.source == "trace.jsonl: c=1; seed 0"
+
+
+def cpu_file(folder: Path, *rows: dict[str, object]) -> Path:
+    path = folder / "cpu.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in rows), "utf-8")
+    return path
+
+
+def test_other_jobs_of_the_machine_are_an_input_of_fit_and_prediction(tmp_path: Path) -> None:
+    path, out = trace(tmp_path), tmp_path / "profile.json"
+    cpu = cpu_file(tmp_path, {"t_s": 0.5, "other_cores": 0.0, "busy_cores": 2}, {"t_s": 60, "other_cores": 1.0})
+    given = ("--fit-concurrency", "1", "--seeds", "1", "--cores", "2")
+    result = run(path, *given, "--out", out)
+    beside = run(path, *given, "--cpu", cpu)
+    assert result.exit_code == beside.exit_code == 0, beside.output
+    assert result.stdout != beside.stdout
+    pacing = make_pacing(parse_args(["m", "--profile", str(out), "--other-jobs", "0.5"]).config.pacing, random.Random(0))
+    assert isinstance(pacing, ProfilePacing) and pacing.other_jobs.at(0) == 0.5 and pacing.profile.machine.cores == 2
+
+
+def test_what_is_wrong_with_a_cpu_file_is_said(tmp_path: Path) -> None:
+    path, out = trace(tmp_path), tmp_path / "profile.json"
+    assert run(path, "--fit-concurrency", "1", "--seeds", "1", "--out", out).exit_code == 0
+    good = cpu_file(tmp_path, {"t_s": 60, "other_cores": 1.0})
+    assert "--cpu needs --cores" in run(path, "--cpu", good).output
+    assert "profile.json does not know its machine" in run(path, "--cpu", good, "--profile", out).output
+    with pytest.raises(UsageError, match="--other-jobs needs a --profile that knows its machine"):
+        parse_args(["m", "--profile", str(out), "--other-jobs", "0.5"])
+    for rows, message in (
+        (({"t_s": 1},), "cpu.jsonl: other_cores is missing"),
+        (({"t_s": 1, "other_cores": -1},), "other_cores is -1: must be a number of 0 to"),
+        (({"t_s": 1, "other_cores": 0}, {"t_s": 1, "other_cores": 0}), "line 2: t_s is 1: must be above the 1"),
+        (({"t_s": 1, "other_cores": 0, "pass": 3},), "--cpu has no line of a trace without passes; it has pass 3"),
+    ):
+        assert message in run(path, "--cores", "2", "--cpu", cpu_file(tmp_path, *rows)).output
 
 
 def test_a_profile_predicts_without_a_fit_and_json_is_one_document(tmp_path: Path) -> None:

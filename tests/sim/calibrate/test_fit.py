@@ -6,8 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from windtunnel.core.machine import Machine
 from windtunnel.core.profile import FrontendCosts, Noise, Profile, StepCosts
-from windtunnel.sim.calibrate.fit import FitError, fit, lones, unseen
+from windtunnel.sim.calibrate.cpu import beside_other_jobs
+from windtunnel.sim.calibrate.fit import fit
+from windtunnel.sim.calibrate.lone import FitError, lones, unseen
 from windtunnel.sim.calibrate.measured import Measured, Run
 from windtunnel.sim.calibrate.prediction import markdown, predict
 from windtunnel.sim.calibrate.replay import EngineLimits, replay
@@ -35,7 +38,7 @@ def measured(concurrency: int, count: int) -> Run:
 
 
 def test_a_lone_client_shows_the_costs_of_a_step_and_of_prefill() -> None:
-    (alone,) = lones([measured(1, 60).requests])
+    (alone,) = lones([[measured(1, 60)]])
     assert alone.step_ms == pytest.approx(5.2, rel=0.02)
     assert alone.context_token_ms == pytest.approx(1e-4, rel=0.3)
     assert alone.prefill_token_ms == pytest.approx(0.02, rel=0.1)
@@ -49,7 +52,7 @@ def test_groups_share_the_costs_of_work_and_keep_their_own_surroundings() -> Non
     quiet = replay(Run("a", 1, [replace(one, prompt_tokens=16) for one in load(1, 40).requests], "a"), TRUTH, LIMITS, seed=1)
     slower = replace(TRUTH, step=replace(TRUTH.step, base_ns=6e6))
     busy = replay(replace(load(1, 60), group="b"), slower, LIMITS, seed=2)
-    first, second = lones([quiet.requests, busy.requests])
+    first, second = lones([[quiet], [busy]])
     assert first.prefill_token_ms == second.prefill_token_ms == pytest.approx(0.02, rel=0.15)
     assert (first.step_ms, second.step_ms) == (pytest.approx(5.2, rel=0.02), pytest.approx(6.2, rel=0.02))
     found = fit([quiet, busy], LIMITS)
@@ -58,10 +61,43 @@ def test_groups_share_the_costs_of_work_and_keep_their_own_surroundings() -> Non
     assert unseen([quiet, busy], [quiet]) and not unseen([quiet, busy], [quiet, busy])
 
 
+def beside_jobs(run: Run, seed: int) -> Run:
+    """The run on two cores of which other jobs take one in every other two seconds."""
+    jobs = {"": tuple((2.0 * at, float(at % 2)) for at in range(1, 20))}
+    profile = replace(TRUTH, machine=Machine(cores=2, engine_cores=1.6))
+    return beside_other_jobs([replay(beside_other_jobs([run], jobs)[0], profile, LIMITS, seed=seed)], jobs)[0]
+
+
+def test_a_lone_client_shows_how_other_jobs_slow_a_step() -> None:
+    run = beside_jobs(load(1, 60), 1)
+    (alone,) = lones([[run]], cores=2)
+    assert alone.machine.cores == 2 and alone.machine.engine_cores == pytest.approx(1.6, abs=0.05)
+    assert alone.step_ms == pytest.approx(5.2, rel=0.02)
+    assert alone.first_ms == pytest.approx(2 + 0.5 + 0.3 + 0.2 + 0.05, rel=0.1)
+    (blind,) = lones([[replace(run, other_jobs=())]], cores=2)
+    assert blind.machine == Machine(cores=2) and blind.step_ms > 5.2 * 1.04
+
+
+def test_a_run_is_predicted_beside_its_own_other_jobs() -> None:
+    quiet, busy = measured(1, 60), beside_jobs(load(3, 30), 2)
+    found = fit([beside_jobs(load(1, 60), 1)], LIMITS, cores=2).of(quiet)
+    rows = predict([busy], [], lambda _run: found, LIMITS, (7,))
+    assert all(row.hit for row in rows if row.percentile == 50), markdown(rows)
+    blind = predict([replace(busy, other_jobs=())], [], lambda _run: found, LIMITS, (7,))
+    assert not any(row.hit for row in blind if row.percentile == 50 and row.quantity != "ttft"), markdown(blind)
+
+
+def test_other_jobs_that_no_lone_client_met_are_a_doubt() -> None:
+    quiet, busy = measured(1, 60), beside_jobs(load(3, 30), 2)
+    (doubt,) = unseen([quiet, busy], [quiet])
+    assert doubt == "what other jobs do to a step is a guess: a lone client hardly met any, up to 1 cores are given"
+    assert unseen([quiet, busy], [quiet, beside_jobs(load(1, 60), 1)]) == []
+
+
 @pytest.mark.slow
 def test_a_fit_recovers_the_truth_and_predicts_what_was_left_out() -> None:
     runs = [measured(1, 60), measured(4, 80), measured(12, 120)]
-    found = fit(runs[:2], LIMITS, seed=5, evaluations=40, turns=(6,), scouts=24)
+    found = fit(runs[:2], LIMITS, seed=5, rounds=6)
     profile = found.profile
     assert found.distance is not None and found.distance < 0.1
     assert profile.step.decode_seq_ns == pytest.approx(200_000, rel=0.4)

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from windtunnel.sim.calibrate.fit import lones
 from windtunnel.sim.calibrate.formats import read_runs
+from windtunnel.sim.calibrate.lone import lones
 
 DATA = Path(__file__).parent.parent.parent / "data" / "calibrate"
 ITL_MS, TTFT_MS, PREFILL_TOKEN_MS, TOKENS, REQUESTS = 8.0, 40.0, 0.05, 12, 16
@@ -38,7 +38,7 @@ def test_cached_tokens_are_read() -> None:
 @pytest.mark.parametrize(("name", "given"), [("aiperf-c1.jsonl", 1), ("guidellm-c1.json", None)])
 def test_a_fit_finds_the_server(name: str, given: int | None) -> None:
     (run,) = read_runs(DATA / name, concurrency=given)
-    (alone,) = lones([run.requests])
+    (alone,) = lones([[run]])
     context = float(np.mean([one.prompt_tokens + TOKENS / 2 for one in run.requests]))
     assert alone.step_ms + alone.context_token_ms * context == pytest.approx(ITL_MS, rel=0.03)
     typical = 300

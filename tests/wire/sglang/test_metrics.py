@@ -74,7 +74,7 @@ def test_labels_of_ranks() -> None:
 def test_the_tokenizer_manager_counts_a_request_when_it_ends() -> None:
     made = metrics()
     submit(made, stream=True)
-    streaming = TOKENIZER | {"is_streaming": "True"}
+    streaming = TOKENIZER | {"is_streaming": "true"}
     made.on_step(0, output(250 * MS, 7, cached=2), 250 * MS)
     assert value(made, "time_to_first_token_seconds_sum", streaming) == 0.25
     assert (*streaming.items(),) not in samples(made, "prompt_tokens_total")
@@ -87,7 +87,7 @@ def test_the_tokenizer_manager_counts_a_request_when_it_ends() -> None:
     assert value(made, "generation_tokens_total", streaming) == 3
     assert value(made, "cached_tokens_total", TOKENIZER | {"cache_source": "device"}) == 2
     assert value(made, "e2e_request_latency_seconds_sum", streaming) == 0.3
-    assert value(made, "request_time_per_output_token_seconds_sum", streaming) == pytest.approx(0.1)
+    assert value(made, "request_time_per_output_token_seconds_sum", streaming) == pytest.approx(0.025)  # (0.3 - 0.25) / 2
 
 
 def test_an_abort_is_counted_once_and_a_request_without_output_not_at_all() -> None:
@@ -107,8 +107,54 @@ def test_what_an_aborted_request_has_generated_is_counted() -> None:
     made.on_step(0, output(S, 7, 8), S)
     made.on_dropped(["r"])
     made.on_finished("r", FinishReason.ABORT, 2 * S)
-    assert value(made, "generation_tokens_total", TOKENIZER | {"is_streaming": "False"}) == 2
-    assert value(made, "num_requests_total", TOKENIZER | {"is_streaming": "False"}) == 1
+    assert value(made, "generation_tokens_total", TOKENIZER | {"is_streaming": "false"}) == 2
+    assert value(made, "num_requests_total", TOKENIZER | {"is_streaming": "false"}) == 1
+
+
+@pytest.mark.parametrize(
+    ("engine_type", "tokens", "reason", "seen"),
+    [
+        ("unified", 3, FinishReason.LENGTH, [1, 1, 1]),
+        ("unified", 1, FinishReason.LENGTH, [1, 0, 0]),
+        ("unified", 3, FinishReason.ABORT, [1, 1, 0]),
+        ("decode", 3, FinishReason.STOP, [1, 1, 1]),
+        ("prefill", 1, FinishReason.LENGTH, [0, 0, 0]),
+    ],
+)
+def test_token_times_are_those_of_who_decodes_to_a_natural_end(
+    engine_type: str, tokens: int, reason: FinishReason, seen: list[int]
+) -> None:
+    made = metrics(engine_type=engine_type)
+    submit(made)
+    made.on_step(0, output(S, 7), S)
+    if tokens > 1:
+        made.on_step(0, output(2 * S, *range(tokens - 1), reason=reason), 2 * S)
+    made.on_finished("r", reason, 2 * S)
+    names = ("time_to_first_token_seconds", "inter_token_latency_seconds", "request_time_per_output_token_seconds")
+    assert [bool(sum(samples(made, f"{name}_count").values())) for name in names] == [bool(one) for one in seen]
+
+
+def test_an_abort_with_the_first_tokens_has_no_time_to_first_token() -> None:
+    made = metrics()
+    submit(made)
+    made.on_step(0, output(S, 7, reason=FinishReason.ABORT), S)
+    assert samples(made, "time_to_first_token_seconds_count") == {}
+
+
+def test_requests_with_a_grammar_are_counted_at_their_end() -> None:
+    made = metrics()
+    for grammar in ({}, {"grammar": "true"}):
+        made.on_submitted(0, [EngineRequest("r", (1,), SequenceSource(()), 9, arrival_ns=0, tags=grammar)])
+        made.on_step(0, output(S, 7), S)
+        made.on_finished("r", FinishReason.STOP, S)
+    assert value(made, "num_so_requests_total", TOKENIZER) == 1
+
+
+def test_evicted_tokens_add_up_with_the_reports() -> None:
+    made = metrics()
+    for tokens in (12, 0, 4):
+        made.on_step(0, report(evicted_tokens=tokens), 0)
+    assert value(made, "evicted_tokens_total", SCHEDULER) == 16
 
 
 def test_retracted_tokens_move_with_the_report() -> None:
@@ -124,9 +170,8 @@ def test_retracted_tokens_move_with_the_report() -> None:
     assert value(made, "num_unique_running_routing_keys", SCHEDULER) == 2
 
 
-def test_token_histograms_when_asked_for() -> None:
-    assert "tokens_histogram" not in metrics().store.text().decode()
-    made = metrics(token_histograms=True)
+def test_token_histograms() -> None:
+    made = metrics()
     submit(made)
     made.on_step(0, output(S, 7, 8, cached=2), S)
     made.on_finished("r", FinishReason.STOP, S)
@@ -142,15 +187,48 @@ def test_token_histograms_when_asked_for() -> None:
     ]
 
 
-def test_stages_and_queue_time_come_from_transitions() -> None:
-    made = metrics()
+_Q, _P, _D, _I = State.QUEUED, State.PREFILL, State.DECODE, State.INFLIGHT
+LIVES: dict[str, list[tuple[int, Event, State, State]]] = {
+    "unified": [
+        (2, Event.SCHEDULE, _Q, _P),
+        (5, Event.FIRST_TOKEN, _P, _D),
+        (6, Event.PREEMPT, _D, State.PREEMPTED),
+        (8, Event.SCHEDULE, State.PREEMPTED, _P),
+        (9, Event.FIRST_TOKEN, _P, _D),
+    ],
+    "prefill": [
+        (1, Event.BOOTSTRAPPED, State.BOOTSTRAPPING, _Q),
+        (3, Event.SCHEDULE, _Q, _P),
+        (6, Event.HAND_OVER, _P, _I),
+        (10, Event.FINISH, _I, State.FINISHED),
+    ],
+    "decode": [
+        (1, Event.FETCH, State.PREALLOC, State.TRANSFERRING),
+        (3, Event.FETCHED, State.TRANSFERRING, _Q),
+        (6, Event.SCHEDULE, _Q, _P),
+        (6, Event.FIRST_TOKEN, _P, _D),
+    ],
+}
+STAGES = {
+    "unified": {"prefill_forward": 3},
+    "prefill": {"prefill_bootstrap": 1, "prefill_forward": 3, "prefill_transfer_kv_cache": 4},
+    "decode": {"decode_bootstrap": 1, "decode_transferred": 2, "decode_waiting": 3, "fake_output": 0},
+}
+WAITED = {"unified": 2, "prefill": 2, "decode": 3}
+
+
+@pytest.mark.parametrize("engine_type", LIVES)
+def test_stages_and_queue_time_are_observed_once_for_a_request(engine_type: str) -> None:
+    made = metrics(engine_type=engine_type)
     submit(made)
-    steps = [(2 * S, Event.SCHEDULE, State.QUEUED, State.PREFILL), (5 * S, Event.FIRST_TOKEN, State.PREFILL, State.DECODE)]
-    for at_ns, event, before, after in steps:
-        made.on_step(0, StepOutput(at_ns, [], [Transition(at_ns, "r", event, before, after)]), at_ns)
-    assert value(made, "queue_time_seconds_sum", SCHEDULER) == 2
-    assert value(made, "per_stage_req_latency_seconds_sum", SCHEDULER | {"stage": "prefill_waiting"}) == 2
-    assert value(made, "per_stage_req_latency_seconds_sum", SCHEDULER | {"stage": "prefill_forward"}) == 3
+    for at_s, event, before, after in LIVES[engine_type]:
+        made.on_step(0, StepOutput(at_s * S, [], [Transition(at_s * S, "r", event, before, after)]), at_s * S)
+    labels = SCHEDULER | {"engine_type": engine_type}
+    assert value(made, "queue_time_seconds_sum", labels) == WAITED[engine_type]
+    assert value(made, "queue_time_seconds_count", labels) == 1
+    found = {dict(key)["stage"]: seen for key, seen in samples(made, "per_stage_req_latency_seconds_sum").items()}
+    assert found == STAGES[engine_type]
+    assert set(samples(made, "per_stage_req_latency_seconds_count").values()) == {1}
 
 
 def test_a_prefill_worker_has_its_queues_under_the_names_of_its_release() -> None:

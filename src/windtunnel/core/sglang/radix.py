@@ -58,8 +58,8 @@ class RadixCache:
         self._roots: dict[Namespace, RadixNode] = {}
         self.evictable_pages = 0
         self.protected_pages = 0
-        self.evictions = 0
-        """Nodes evicted so far."""
+        self.evicted_pages = 0
+        """Evicted so far."""
 
     @property
     def pages(self) -> int:
@@ -209,7 +209,7 @@ class RadixCache:
         assert parent is not None, "a root is evicted"
         del parent.children[node.key[: self._size]]
         self.evictable_pages -= len(node.pages)
-        self.evictions += 1
+        self.evicted_pages += len(node.pages)
         self._pool.free(node.pages, TREE)
         if self._collect:
             self._events.append(BlockRemoved(tuple(node.digests)))

@@ -19,6 +19,8 @@ class Reports:
         self._scheduler = scheduler
         self._decode_steps = 0
         self._prefill_tokens = self._decode_tokens = self._preemptions = self._queries = self._hits = 0
+        self._evicted_pages = 0
+        """When the last report was made."""
         self._throughput_tokens = 0
         self._throughput_since_ns = 0
         self._throughput = 0.0
@@ -73,11 +75,17 @@ class Reports:
             preemptions=self._preemptions,
             prefix_queries=self._queries,
             prefix_hits=self._hits,
-            extra={**self._gauges(), **extra},
+            extra={**self._gauges(), "evicted_tokens": self._evicted_tokens(), **extra},
         )
         self._prefill_tokens = self._decode_tokens = self._preemptions = self._queries = self._hits = 0
         self.published_running, self.last_ns, self._changed = running, at_ns, False
         return stats
+
+    def _evicted_tokens(self) -> int:
+        """Since the last report."""
+        memory = self._scheduler.memory
+        before, self._evicted_pages = self._evicted_pages, memory.tree.evicted_pages
+        return (self._evicted_pages - before) * memory.page_size
 
     def _running(self, batch: Batch | None) -> int:
         if batch is None:

@@ -86,7 +86,6 @@ OWN_FLAGS: tuple[Flag, ...] = (
         help="scheduler metrics of every tensor-parallel rank",
         **_SWITCH,
     ),
-    Flag("collect-tokens-histogram", "sglang.collect_tokens_histogram", help="histograms of prompts and answers", **_SWITCH),
     Flag("kv-events-config", "kv_events.*", parse_sglang_kv_events, 'where KV events go: {"publisher": "zmq", …}'),
     Flag("enable-cache-report", "sglang.enable_cache_report", help="cached tokens in usage", **_SWITCH),
     Flag(

@@ -80,7 +80,6 @@ class SglangFlavour:
             tp_ranks=range(settings.tp_size) if settings.enable_metrics_for_all_schedulers else (0,),
             constants=constant_gauges(engine_config),
             renamed=self.renamed,
-            token_histograms=settings.collect_tokens_histogram,
         )
 
     def kv_codec(self, config: ServeConfig) -> SglangEventCodec:

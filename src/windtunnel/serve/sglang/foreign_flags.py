@@ -3,7 +3,7 @@
 _SGLANG = """
     abort-on-priority-when-disabled allow-auto-truncate attention-backend attention-context-parallel-size attn-cp-size
     base-gpu-id bucket-e2e-request-latency bucket-inter-token-latency bucket-time-to-first-token chat-template
-    checkpoint-engine-wait-weights-before-ready completion-template
+    checkpoint-engine-wait-weights-before-ready collect-tokens-histogram completion-template
     constrained-json-disable-any-whitespace constrained-json-whitespace-pattern cpu-offload-gb crash-dump-folder crash-on-nan
     cuda-graph-bs cuda-graph-max-bs custom-sigquit-handler custom-weight-loader debug-tensor-dump-inject
     debug-tensor-dump-input-file debug-tensor-dump-layers debug-tensor-dump-output-folder decode-attention-backend

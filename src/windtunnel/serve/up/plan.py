@@ -88,8 +88,9 @@ def _vllm_leg(role: Literal["prefill", "decode"], number: int) -> ServerPlan:
 def _mooncake_leg(role: Literal["prefill", "decode"], number: int) -> ServerPlan:
     kv_role = {"prefill": "kv_producer", "decode": "kv_consumer"}[role]
     config = f'{{"kv_connector": "MooncakeConnector", "kv_role": "{kv_role}"}}'
+    engine_id = ("--kv-transfer-config.engine-id", f"{role}-{{port}}")  # what smg is told of it
     port = ("--mooncake-bootstrap-port", "{bootstrap_port}") if role == "prefill" else ()
-    args = ("--engine", "vllm", *_COMMON, "--kv-transfer-config", config, *port)
+    args = ("--engine", "vllm", *_COMMON, "--kv-transfer-config", config, *engine_id, *port)
     return ServerPlan(role if not number else f"{role}-{number + 1}", args, role)
 
 

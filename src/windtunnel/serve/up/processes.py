@@ -182,7 +182,8 @@ def _found(router: str) -> str:
 
 def _workers(plan: UpPlan, urls: Mapping[str, str], ports: Ports) -> list[Worker]:
     bootstrap = ports.bootstrap if plan.bootstraps else {}
-    return [Worker(urls[server.name], server.role, bootstrap.get(server.name)) for server in plan.servers]
+    connector = "MooncakeConnector" if plan.pairing == "vllm-mooncake" else "NixlConnector"
+    return [Worker(urls[server.name], server.role, bootstrap.get(server.name), connector) for server in plan.servers]
 
 
 def _all_healthy(count: int, answer: httpx.Response) -> bool:

@@ -26,15 +26,18 @@ class Worker:
     url: str
     role: Role
     bootstrap_port: int | None = None
+    connector: str = "NixlConnector"
+    """Of a vLLM pair."""
 
 
+_SMG_VLLM = ("--pd-disaggregation", "--backend", "vllm", "--enable-igw")
 PROGRAMS: Mapping[RouterKind, Program] = MappingProxyType(
     {
         "sglang-router": Program(("launch",), {"sglang": ("--pd-disaggregation",)}),
         "smg": Program(
             ("launch",),
-            {"sglang": ("--pd-disaggregation",), "vllm": ("--pd-disaggregation", "--backend", "vllm", "--enable-igw")},
-            registers=frozenset({"vllm"}),
+            {"sglang": ("--pd-disaggregation",), "vllm": _SMG_VLLM, "vllm-mooncake": _SMG_VLLM},
+            registers=frozenset({"vllm", "vllm-mooncake"}),
         ),
         "vllm-router": Program(
             (),
@@ -50,12 +53,13 @@ _KV_ROLES: Mapping[Role, str] = {"prefill": "kv_producer", "decode": "kv_consume
 
 
 def registration(worker: Worker) -> dict[str, Any]:
-    """smg's `POST /workers` of a vLLM worker with NIXL (clients §4.1)."""
-    return {
+    """smg's `POST /workers` of a vLLM worker (clients §4.1). With Mooncake it tells decodes the prefill's engine id."""
+    told = {
         "url": worker.url,
         "worker_type": worker.role,
         "runtime_type": "vllm",
-        "kv_connector": "NixlConnector",
+        "kv_connector": worker.connector,
         "kv_role": _KV_ROLES[worker.role],
         "kv_engine_id": f"{worker.role}-{worker.url.rpartition(':')[2]}",
     }
+    return told if worker.bootstrap_port is None else told | {"bootstrap_port": worker.bootstrap_port}

@@ -1,10 +1,6 @@
 """Fitting a profile to measured runs, in two stages.
 
-First, what a lone client shows directly. With one request at a time an inter-token gap is one step, so a regression of gaps on
-context gives the base and the context cost; the time to first token, less such a step, gives the front end's request cost and
-the prefill costs; what the regressions leave over is the noise. The writes after the last token give the cost of a chunk, the
-response headers the loop's work for a request. The regressions minimise absolute deviations: medians, so that stalls do not
-pull the line.
+First, what a lone client shows directly (`lone`).
 
 Second, what shows only between requests (the cost of a decoding sequence, how the front end's loop divides its time, what it
 takes from the engine, the engine's wake-up, extra noise under load) is found by replaying the other runs in the simulator and
@@ -16,149 +12,25 @@ base times and noise, and its client's cost of a write, belong to the group: the
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from math import sqrt
 
 import numpy as np
-from numpy.typing import NDArray
-from scipy.optimize import minimize, nnls
-from scipy.stats import norm, rankdata
 
-from windtunnel.core.frontend import ENDING_WRITES
 from windtunnel.core.profile import FrontendCosts, Noise, Profile, StepCosts
-from windtunnel.sim.calibrate.measured import Measured, Run
+from windtunnel.sim.calibrate.lone import FitError, Lone, Vector, lones
+from windtunnel.sim.calibrate.measured import Run
 from windtunnel.sim.calibrate.replay import EngineLimits, replay
-
-Vector = NDArray[np.float64]
+from windtunnel.sim.calibrate.search import descend
 
 _SHARES = np.concatenate([np.linspace(0, 0.99, 100), np.linspace(0.991, 0.999, 9), [1.0]])
-_REWEIGHTS = 60
 _QUANTILES = (10, 50, 90, 99)
 _WEIGHTS = (0.3, 2.0, 0.6, 0.5)
-_TURNS = (4, 6, 10)
-
-
-class FitError(ValueError):
-    """Measurements that cannot carry a fit: says what is missing."""
-
-
-@dataclass(frozen=True, slots=True)
-class Lone:
-    """What the runs of one client say. Milliseconds, and milliseconds for each token."""
-
-    step_ms: float
-    context_token_ms: float
-    first_ms: float
-    """Request and front end, without the step."""
-    prompt_token_ms: float
-    prefill_token_ms: float
-    prefill_pair_ms: float
-    chunk_ms: float
-    headers_ms: float | None
-    """Median time to the response headers, where the tool has it."""
-    step_noise_ms: Vector
-    request_noise_ms: Vector
-    lasting: float
-    memory: float
-
-
-def lones(groups: Sequence[Sequence[Measured]]) -> list[Lone]:
-    """What each group shows. The costs of a context token, a prompt token and prefill are the server's and found from all."""
-    steps_ms, context_ms, step_rests = _step_lines(groups)
-    prompt, uncached, pairs, first = (
-        np.array(column, float) for column in zip(*(_first_row(one) for group in groups for one in group), strict=True)
-    )
-    if np.array_equal(prompt, uncached):
-        prompt = np.zeros_like(prompt)  # nothing was cached: the two cannot be told apart, and prefill has the larger part
-    member = _membership(groups)
-    columns = np.column_stack([member, prompt, uncached, pairs])
-    found, rest = _least_deviations(columns, first - member @ steps_ms - context_ms * prompt)
-    per_prompt, per_prefill, per_pair = found[len(groups) :]
-    return [
-        Lone(
-            float(steps_ms[at]),
-            context_ms,
-            found[at],
-            per_prompt,
-            per_prefill,
-            per_pair,
-            _chunk_ms(group),
-            _headers_ms(group),
-            step_rests[at],
-            rest[member[:, at] > 0],
-            *_persistence(step_rests[at]),
-        )
-        for at, group in enumerate(groups)
-    ]
-
-
-def _chunk_ms(group: Sequence[Measured]) -> float:
-    """A write's cost, from those that follow the last token."""
-    return max(0.0, float(np.median([one.e2e_ms - one.chunks[-1][0] for one in group]))) / ENDING_WRITES
-
-
-def _headers_ms(group: Sequence[Measured]) -> float | None:
-    headers = [one.headers_ms for one in group if one.headers_ms is not None]
-    return float(np.median(headers)) if headers else None
-
-
-def _membership(groups: Sequence[Sequence[object]]) -> Vector:
-    """A column for each group: 1 in the rows of its members."""
-    return np.repeat(np.eye(len(groups)), [len(group) for group in groups], axis=0)
-
-
-_SEEDS = 2
-_PRIOR = 0.02
+_TURNS = 6
+"""Fits to the recorded trace do not tell 4, 6 and 10 apart."""
+_SEEDS = 4
+"""Replays of each run, whose means are compared: a quantile of one replay is as uncertain as one measured."""
+_PRIOR = 0.01
 """What it costs the search to be a factor of e away from where it starts: what the runs do not tell stays near there."""
-_SCOUT_SPREAD = 0.8
-"""Standard deviation of a scout's factor, as a logarithm."""
-_LAGS = (2, 50)
-
-
-def _persistence(rest: Vector) -> tuple[float, float]:
-    """(lasting, memory) from the rank correlation of a series with itself at two distances."""
-    if len(rest) < 4 * _LAGS[1]:
-        return 0.0, 0.0
-    score = norm.ppf((rankdata(rest) - 0.5) / len(rest))
-    near, far = (max(0.0, float(np.mean(score[lag:] * score[:-lag]))) for lag in _LAGS)
-    if near <= far or near == 0:
-        return min(near, 0.9), 0.999 if near else 0.0
-    memory = float((far / near) ** (1 / (_LAGS[1] - _LAGS[0]))) if far else 0.0
-    return (min(0.95, near / memory ** _LAGS[0]), memory) if memory else (0.0, 0.0)
-
-
-def _step_lines(groups: Sequence[Sequence[Measured]]) -> tuple[Vector, float, list[Vector]]:
-    """(a step of each group, a context token, what is left of each gap)."""
-    rows = [
-        [
-            (one.prompt_tokens + before[1], after[0] - before[0])
-            for one in group
-            for before, after in pairwise(one.chunks)
-            if after[1] - before[1] == 1
-        ]
-        for group in groups
-    ]
-    if not all(rows):
-        raise FitError("no request has two single-token chunks: there is no inter-token time to fit")
-    context, gap = (np.array(column, float) for column in zip(*(row for group in rows for row in group), strict=True))
-    member = _membership(rows)
-    found, rest = _least_deviations(np.column_stack([member, context]), gap)
-    return np.array(found[:-1]), found[-1], [rest[member[:, at] > 0] for at in range(len(groups))]
-
-
-def _first_row(one: Measured) -> tuple[float, float, float, float]:
-    uncached = one.prompt_tokens - one.cached_tokens
-    return one.prompt_tokens, uncached, uncached * (2 * one.cached_tokens + uncached + 1) / 2, one.ttft_ms
-
-
-def _least_deviations(columns: Vector, target: Vector) -> tuple[list[float], Vector]:
-    """Coefficients of at least 0 with the least sum of absolute deviations, and the deviations."""
-    scale = np.maximum(np.abs(columns).max(axis=0), 1e-12)
-    weights = np.ones(len(target))
-    for _ in range(_REWEIGHTS):
-        found, _ = nnls(columns / scale * weights[:, None], target * weights)
-        rest = target - columns / scale @ found
-        weights = 1 / np.sqrt(np.maximum(np.abs(rest), 1e-3 * np.abs(target).mean() + 1e-12))
-    return [float(value) for value in found / scale], rest
 
 
 def _noise(rest_ms: Vector, lasting: float = 0.0, memory: float = 0.0) -> Noise:
@@ -179,7 +51,6 @@ class Shared:
     """Only where nothing was timed after the last token: in hundredths of a lone step."""
     request_ms: float
     """Only where no headers were timed."""
-    turns: int
 
 
 def profile_of(alone: Lone, shared: Shared, source: str = "") -> Profile:
@@ -204,11 +75,12 @@ def profile_of(alone: Lone, shared: Shared, source: str = "") -> Profile:
             _ns(shared.wake_ms),
             _ns(max(0.0, rest_ms - request_ms)),
             round(shared.contention, 6),
-            shared.turns,
+            _TURNS,
         ),
         _noise(alone.step_noise_ms, alone.lasting, alone.memory),
         _noise(alone.request_noise_ms),
         source,
+        alone.machine,
     )
 
 
@@ -226,13 +98,13 @@ def series(run: Run) -> dict[str, Vector]:
     }
 
 
-def distance(measured: dict[str, Vector], simulated: dict[str, Vector]) -> float:
-    """Weighted squares of the logarithms of quantile ratios."""
-    total = 0.0
+def rests(measured: Mapping[str, Vector], simulated: Mapping[str, Vector]) -> Vector:
+    """Logarithms of quantile ratios, weighted."""
+    parts = []
     for name in ("ttft", "itl", "e2e"):
         real, ours = (np.maximum(np.percentile(values[name], _QUANTILES), 1e-6) for values in (measured, simulated))
-        total += float(np.sum(np.array(_WEIGHTS) * np.log(ours / real) ** 2))
-    return total
+        parts.append(np.sqrt(_WEIGHTS) * np.log(ours / real))
+    return np.concatenate(parts)
 
 
 @dataclass(frozen=True)
@@ -253,28 +125,27 @@ def fit(
     limits: EngineLimits,
     *,
     seed: int = 0,
-    evaluations: int = 75,
+    rounds: int = 6,
+    cores: int = 0,
     say: Callable[[str], None] = lambda _text: None,
     source: str = "",
-    turns: Sequence[int] = _TURNS,
-    scouts: int = 0,
 ) -> Fit:
     """Profiles of these runs. One of them must have concurrency 1.
 
-    The search is local. `scouts` random points are tried before each descent, which then starts from the best of them.
+    The search is local and takes at most so many `rounds`. `cores` of the machine; 0, not known: other jobs slow nothing.
     """
-    single: dict[str, list[Measured]] = {}
+    single: dict[str, list[Run]] = {}
     for run in runs:
         if run.concurrency == 1:
-            single.setdefault(run.group, []).extend(run.requests)
+            single.setdefault(run.group, []).append(run)
     if not single:
         raise FitError("no run with concurrency 1 among those to fit: it is what separates a step from the waiting around it")
-    (pooled,) = lones([[one for group in single.values() for one in group]])
-    alone = dict(zip(single, lones(list(single.values())), strict=True))
+    (pooled,) = lones([[run for group in single.values() for run in group]], cores)
+    alone = dict(zip(single, lones(list(single.values()), cores), strict=True))
     others = [(run, alone.get(run.group, pooled)) for run in runs if run.concurrency != 1]
     best, least = _start(pooled), None
     if others:
-        best, least = _Search(others, limits, seed, say).run(best, evaluations, turns, scouts)
+        best, least = _Search(others, limits, seed, say).run(best, rounds)
     else:
         say("no run with concurrency above 1: the cost of a decoding sequence is a guess (5 % of a step)")
     groups = {name: profile_of(one, best, f"{source}; {name}" if name else source) for name, one in alone.items()}
@@ -282,9 +153,7 @@ def fit(
 
 
 def _start(alone: Lone) -> Shared:
-    return Shared(
-        0.05 * alone.step_ms, 0.1 * alone.first_ms, 0.25 * alone.first_ms, 0.5, 0.5, 1.0, 0.5 * alone.first_ms, _TURNS[0]
-    )
+    return Shared(0.05 * alone.step_ms, 0.1 * alone.first_ms, 0.25 * alone.first_ms, 0.5, 0.5, 1.0, 0.5 * alone.first_ms)
 
 
 class _Search:
@@ -298,48 +167,29 @@ class _Search:
         self._seed = seed
         self._say = say
 
-    def run(self, start: Shared, evaluations: int, shapes: Sequence[int], scouts: int) -> tuple[Shared, float]:
-        """A short descent for each number of turns, each from the best so far, and a long one for the best number."""
-        origin = np.array([getattr(start, name) for name in self._free])
+    def run(self, start: Shared, rounds: int) -> tuple[Shared, float]:
+        origin = [getattr(start, name) for name in self._free]
 
-        def at(point: Vector, turns: int) -> Shared:
-            values = map(float, origin * np.exp(point))
-            return replace(start, **dict(zip(self._free, values, strict=True)), turns=turns)
+        def at(point: Vector) -> Shared:
+            """`point`: logarithms of the factors from `start`."""
+            values = {name: value * float(np.exp(log)) for name, value, log in zip(self._free, origin, point, strict=True)}
+            return replace(start, **values)
 
-        point, turns, least = np.zeros(len(origin)), shapes[0], float("inf")
-        chance = np.random.default_rng(self._seed)
-        for shape in shapes:
-            scouted = [point, *(chance.normal(0, _SCOUT_SPREAD, len(origin)) for _ in range(scouts))]
-            costs = [self._cost(at, one, shape) for one in scouted] if scouts else [0.0]
-            found, cost = self._descend(at, scouted[costs.index(min(costs))], shape, evaluations // 3)
-            if cost < least:
-                point, turns, least = found, shape, cost
-        found, cost = self._descend(at, point, turns, evaluations)
-        best = at(found if cost < least else point, turns)
+        def costs(point: Vector) -> Vector:
+            return np.concatenate([self._rests(at(point)), sqrt(_PRIOR) * point])
+
+        found = descend(costs, np.zeros(len(origin)), rounds, self._say)
+        best = at(found)
         self._say(f"found {best}")
-        return best, self._distance(best)
+        return best, float(np.sum(self._rests(best) ** 2))
 
-    def _descend(
-        self, at: Callable[[Vector, int], Shared], first: Vector, turns: int, evaluations: int
-    ) -> tuple[Vector, float]:
-        found = minimize(
-            lambda point: self._cost(at, point, turns),
-            first,
-            method="Nelder-Mead",
-            options={"maxfev": evaluations, "initial_simplex": _simplex(first)},
-        )
-        self._say(f"turns {turns}: distance {found.fun:.4f}")
-        return found.x, float(found.fun)
+    def _rests(self, shared: Shared) -> Vector:
+        return np.concatenate([self._of_run(run, profile_of(alone, shared), measured) for run, alone, measured in self._runs])
 
-    def _cost(self, at: Callable[[Vector, int], Shared], point: Vector, turns: int) -> float:
-        return self._distance(at(point, turns)) + _PRIOR * float(np.sum(point**2))
-
-    def _distance(self, shared: Shared) -> float:
-        return sum(
-            distance(measured, series(replay(run, profile_of(alone, shared), self._limits, seed=self._seed + at)))
-            for run, alone, measured in self._runs
-            for at in range(_SEEDS)
-        )
+    def _of_run(self, run: Run, profile: Profile, measured: Mapping[str, Vector]) -> Vector:
+        seeds = range(self._seed, self._seed + _SEEDS)
+        each = [rests(measured, series(replay(run, profile, self._limits, seed=seed))) for seed in seeds]
+        return np.asarray(np.mean(each, axis=0))
 
 
 _FREE = ("decode_seq_ms", "frontend_step_ms", "wake_ms", "noise_growth", "contention", "chunk_factor", "request_ms")
@@ -348,18 +198,3 @@ _FREE = ("decode_seq_ms", "frontend_step_ms", "wake_ms", "noise_growth", "conten
 def _known(alone: Lone, name: str) -> bool:
     """The lone client has shown it already."""
     return (name == "chunk_factor" and alone.chunk_ms > 0) or (name == "request_ms" and alone.headers_ms is not None)
-
-
-def unseen(runs: Sequence[Run], fitted: Sequence[Run]) -> list[str]:
-    """What is asked of the fit that its runs do not show."""
-    prefill, shown = (
-        max((one.prompt_tokens - one.cached_tokens for run in part for one in run.requests), default=0)
-        for part in (runs, [run for run in fitted if run.concurrency == 1])
-    )
-    if prefill <= 2 * shown:
-        return []
-    return [f"prefill is a guess: a lone client was seen with at most {shown} uncached tokens, {prefill} are to be predicted"]
-
-
-def _simplex(point: Vector) -> Vector:
-    return np.vstack([point, *(point + 0.5 * row for row in np.eye(len(point)))])

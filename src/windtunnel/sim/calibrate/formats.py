@@ -81,11 +81,7 @@ def _tokens(where: str, field: str, value: Any, most: int = MAX_OUTPUT_TOKENS) -
 
 def read_runs(path: Path, kind: str = "auto", concurrency: int | None = None) -> list[Run]:
     """The runs of one file. `concurrency` for formats that do not carry it. Raises TraceError, OSError."""
-    if path.stat().st_size > MAX_FILE_BYTES:
-        raise TraceError(f"{path.name}: larger than {MAX_FILE_BYTES} bytes")
-    documents = _documents(path)
-    if not documents:
-        raise TraceError(f"{path.name}: is empty")
+    documents = read_rows(path)
     name = _detect(documents[0]) if kind == "auto" else kind
     runs = READERS[name](documents, concurrency)
     if not any(run.requests for run in runs):
@@ -93,8 +89,17 @@ def read_runs(path: Path, kind: str = "auto", concurrency: int | None = None) ->
     return runs
 
 
+def read_rows(path: Path) -> list[Row]:
+    """The whole file as one JSON document, or one a line; at least one. Raises TraceError, OSError."""
+    if path.stat().st_size > MAX_FILE_BYTES:
+        raise TraceError(f"{path.name}: larger than {MAX_FILE_BYTES} bytes")
+    rows = _documents(path)
+    if not rows:
+        raise TraceError(f"{path.name}: is empty")
+    return rows
+
+
 def _documents(path: Path) -> list[Row]:
-    """The whole file as one JSON document, or one a line."""
     try:
         text = path.read_text("utf-8")
     except UnicodeDecodeError as error:

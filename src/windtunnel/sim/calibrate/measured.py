@@ -1,5 +1,6 @@
 """A measured request, whatever tool measured it, and runs of them."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -53,6 +54,12 @@ class Run:
     requests: Sequence[Measured]
     group: str = ""
     """Runs that were measured together, one soon after another: their surroundings were the same (a pass of the trace)."""
+    other_jobs: tuple[tuple[float, float], ...] = ()
+    """Where it is known: (up to this time in s, cores that other jobs took), in order."""
+
+    def other_cores_at(self, time_s: float) -> float:
+        jobs = self.other_jobs
+        return jobs[min(bisect_right(jobs, time_s, key=_until_s), len(jobs) - 1)][1] if jobs else 0.0
 
     @cached_property
     def thinks_ms(self) -> list[float]:
@@ -62,3 +69,7 @@ class Run:
         ends = sorted(request.end_s for request in self.requests)
         sends = sorted(request.sent_s for request in self.requests)[self.concurrency :]
         return [max(0.0, 1e3 * (send - end)) for end, send in zip(ends, sends, strict=False)]
+
+
+def _until_s(job: tuple[float, float]) -> float:
+    return job[0]

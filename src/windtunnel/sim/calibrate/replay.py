@@ -1,7 +1,8 @@
 """A measured run's load again, in virtual time, against the simulated engine with a profile's timing.
 
 What comes from the measurement is the load alone: how many clients, in which order which prompt and output lengths, how much
-of each prompt was cached, and the clients' pause between two requests (or, without a closed loop, the times of sending).
+of each prompt was cached, the clients' pause between two requests (or, without a closed loop, the times of sending), and what
+other jobs took of the machine.
 """
 
 import random
@@ -11,6 +12,7 @@ from heapq import heappop, heappush
 
 from windtunnel.core.fronted import FrontedEngine
 from windtunnel.core.frontend import ENDING_WRITES
+from windtunnel.core.machine import NO_OTHER_JOBS, OtherJobs
 from windtunnel.core.outputs import TokenOutput
 from windtunnel.core.profile import Profile, ProfilePacing
 from windtunnel.core.request import EngineRequest
@@ -49,10 +51,11 @@ class _Player:
 
     def __init__(self, run: Run, profile: Profile, limits: EngineLimits, seed: int) -> None:
         self._draws = random.Random(seed)
-        pacing = ProfilePacing(profile, self._draws)
+        self._pacing = pacing = ProfilePacing(profile, self._draws)
         self._engine = VllmEngine(_engine_config(run, limits), pacing)
         self._fronted = FrontedEngine(self._engine, pacing, self._draws)
         self._ending_ns = round(ENDING_WRITES * profile.frontend.chunk_ns)
+        self._run = run
         self._thinks_ms = run.thinks_ms or [0.0]
         self._closed = run.concurrency
         self._todo = deque(sorted(run.requests, key=lambda request: request.sent_s))
@@ -63,11 +66,19 @@ class _Player:
 
     def play(self) -> list[Measured]:
         start_ns = self._warm()
+        self._pacing.other_jobs = self._other_jobs(start_ns)
         self._first_sends(start_ns)
         for _ in range(MAX_EVENTS):
             if not self._next():
                 return self._done
         raise RuntimeError(f"the replay did not end within {MAX_EVENTS} events")
+
+    def _other_jobs(self, start_ns: int) -> OtherJobs:
+        jobs = self._run.other_jobs
+        if not (jobs and self._todo):
+            return NO_OTHER_JOBS
+        first_s = self._todo[0].sent_s
+        return OtherJobs([cores for _at, cores in jobs], [start_ns + round(1e9 * (at_s - first_s)) for at_s, _cores in jobs])
 
     def _first_sends(self, start_ns: int) -> None:
         if self._closed is not None:

@@ -6,11 +6,17 @@ Three parts of the real server write them, each with labels of its own:
   so they stand still between two reports, whatever happens. Queue times come with the requests.
 * The tokenizer manager: latencies with each output, counts when a request ends, aborts when they are sent.
 * The HTTP layer: `SglangHttp` counts requests as they come and responses as they begin.
+
+Values of labels, and who observes what and when, are checked against the wheel of SGLang 0.5.23
+(`observability/metrics_collector.py`, `req_time_stats.py`, `managers/tokenizer_manager.py`). Each stage is observed once for a
+request, and so is its queue time: not again after a retraction. Stages in which no time passes here (`request_process`,
+`decode_prepare`) and those of single chunks are absent. `evicted_tokens_total` moves with a report, in SGLang with each
+eviction; its labels are those that the reference gives, where the wheel has `cache_type`, `tp_rank`, `pp_rank`, `dp_rank`.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from windtunnel.core.lifecycle import Event, Transition
@@ -94,6 +100,7 @@ SCHEDULER_ROWS: tuple[Row, ...] = (
     _counter("num_retracted_requests", "Retractions"),
     _counter("num_retracted_input_tokens", "Prompt tokens of retracted requests"),
     _counter("num_retracted_output_tokens", "Tokens that retracted requests had generated"),
+    _counter("evicted_tokens", "Cached tokens whose pages were taken for others"),
     _counter("realtime_tokens", "Tokens by what was done with them", "mode", ("prefill_compute", "prefill_cache", "decode")),
     Row("queue_time_seconds", "histogram", "From queued to scheduled", buckets=QUEUE_BUCKETS),
     Row("per_stage_req_latency_seconds", "histogram", "Time in each stage of a request", ("stage",), STAGE_BUCKETS),
@@ -129,21 +136,33 @@ TOKENIZER_ROWS: tuple[Row, ...] = (
     _counter("generation_tokens", "Generated tokens of finished requests", "is_streaming"),
     _counter("cached_tokens", "Prompt tokens that came from a cache", "cache_source", ("device",)),
     _counter("num_requests", "Finished requests", "is_streaming"),
+    _counter("num_so_requests", "Finished requests with a grammar"),
     _counter("num_aborted_requests", "Aborts sent to the scheduler"),
     Row("time_to_first_token_seconds", "histogram", "From arrival to the first output", ("is_streaming",), TTFT_BUCKETS),
     Row("inter_token_latency_seconds", "histogram", "From one output of a request to its next", (), TOKEN_BUCKETS),
-    Row("request_time_per_output_token_seconds", "histogram", "Mean time per token", ("is_streaming",), TOKEN_BUCKETS),
+    Row("request_time_per_output_token_seconds", "histogram", "Mean time per later token", ("is_streaming",), TOKEN_BUCKETS),
     Row("e2e_request_latency_seconds", "histogram", "From arrival to the end", ("is_streaming",), E2E_BUCKETS),
     Row("get_loads_duration_seconds", "histogram", "Duration of /v1/loads", (), _LOADS_BUCKETS),
-)
-
-TOKEN_HISTOGRAM_ROWS: tuple[Row, ...] = (
     Row("prompt_tokens_histogram", "histogram", "Prompt tokens of a request", (), _COUNT_BUCKETS),
     Row("uncached_prompt_tokens_histogram", "histogram", "Those that came from no cache", (), _COUNT_BUCKETS),
     Row("generation_tokens_histogram", "histogram", "Generated tokens of a request", (), _COUNT_BUCKETS),
 )
-"""With `--collect-tokens-histogram`."""
 
+_STAGES: Mapping[str, Mapping[Event, str]] = {
+    "unified": {Event.FIRST_TOKEN: "prefill_forward"},
+    "prefill": {
+        Event.BOOTSTRAPPED: "prefill_bootstrap",
+        Event.HAND_OVER: "prefill_forward",
+        Event.FINISH: "prefill_transfer_kv_cache",
+    },
+    "decode": {
+        Event.FETCH: "decode_bootstrap",
+        Event.FETCHED: "decode_transferred",
+        Event.SCHEDULE: "decode_waiting",
+        Event.FIRST_TOKEN: "fake_output",
+    },
+}
+"""The stage of a request that an event ends, by the type of the engine."""
 HTTP_ROWS: tuple[Row, ...] = (
     _counter("http_requests", "Requests by endpoint and method"),
     _counter("http_responses", "Responses by endpoint, status and method"),
@@ -162,6 +181,9 @@ class _Life:
     streaming: str
     arrival_ns: int
     stage_ns: int
+    grammar: bool = False
+    stages: set[str] = field(default_factory=set)
+    """Those already observed."""
     first_ns: int | None = None
     last_ns: int = 0
     generated: int = 0
@@ -181,7 +203,6 @@ class SglangMetrics:
         tp_ranks: Sequence[int] = (0,),
         constants: Mapping[str, float] | None = None,
         renamed: Mapping[str, str] | None = None,
-        token_histograms: bool = False,
     ) -> None:
         """`constants`: gauges that never move. `renamed`: gauge names of an older release, by their present ones."""
         self.store = Store(clock_s)
@@ -197,8 +218,10 @@ class SglangMetrics:
         self._add_scheduler(engine_type)
         self._retracted = [(0, 0)] * ranks
         """(Prompt tokens, generated tokens) of retracted requests since the last report."""
-        self._histograms = token_histograms
-        for row in (*TOKENIZER_ROWS, *(TOKEN_HISTOGRAM_ROWS if token_histograms else ())):
+        self._decodes = engine_type != "prefill"
+        """A prefill worker observes no time of a token."""
+        self._stages = _STAGES.get(engine_type, {})
+        for row in TOKENIZER_ROWS:
             self._add(row, (*TOKENIZER_LABELS, *row.labels), [self._tokenizer])
         self._http = {row.name: self._add(row, _HTTP_LABELS.get(row.name, ("endpoint", "method")), []) for row in HTTP_ROWS}
         self._http["routing_keys_active"].child()
@@ -272,6 +295,7 @@ class SglangMetrics:
         moved = {"prefill_compute": stats.prefill_tokens, "prefill_cache": stats.prefix_hits, "decode": stats.decode_tokens}
         for mode, tokens in moved.items():
             self.count(rank, "realtime_tokens", tokens, mode)
+        self.count(rank, "evicted_tokens", stats.extra.get("evicted_tokens", 0))
         self.count(rank, "num_retracted_requests", stats.preemptions)
         for kind, tokens in zip(("input", "output"), self._retracted[rank], strict=True):
             self.count(rank, f"num_retracted_{kind}_tokens", tokens)
@@ -280,12 +304,14 @@ class SglangMetrics:
     def _fold(self, life: _Life, transition: Transition) -> None:
         """Queue time and the stages of a prefill."""
         spent_s = (transition.at_ns - life.stage_ns) / S
-        if transition.event is Event.SCHEDULE:
+        if transition.event is Event.SCHEDULE and "queue" not in life.stages:
+            life.stages.add("queue")
             self.observe(life.rank, "queue_time_seconds", spent_s)
-            self.observe(life.rank, "per_stage_req_latency_seconds", spent_s, "prefill_waiting")
-        elif transition.event is Event.FIRST_TOKEN:
-            self.observe(life.rank, "per_stage_req_latency_seconds", spent_s, "prefill_forward")
-        elif transition.event is Event.PREEMPT:
+        stage = self._stages.get(transition.event)
+        if stage is not None and stage not in life.stages:
+            life.stages.add(stage)
+            self.observe(life.rank, "per_stage_req_latency_seconds", spent_s, stage)
+        if transition.event is Event.PREEMPT:
             prompt, made = self._retracted[life.rank]
             made += int((transition.detail or {}).get("output_tokens", 0))
             self._retracted[life.rank] = (prompt + life.prompt_tokens, made)
@@ -295,9 +321,9 @@ class SglangMetrics:
 
     def on_submitted(self, rank: int, requests: Sequence[EngineRequest]) -> None:
         for request in requests:
-            streaming = str(request.tags.get("stream") == "true")
-            tokens, at_ns = len(request.prompt_token_ids), request.arrival_ns
-            self._live[request.request_id] = _Life(rank, tokens, streaming, at_ns, at_ns)
+            tags, tokens, at_ns = request.tags, len(request.prompt_token_ids), request.arrival_ns
+            life = _Life(rank, tokens, tags.get("stream", "false"), at_ns, at_ns, grammar=tags.get("grammar") == "true")
+            self._live[request.request_id] = life
 
     def on_rejected(self, reason: str) -> None:
         """SGLang has no counter for refusals."""
@@ -306,8 +332,9 @@ class SglangMetrics:
         count = len(output.token_ids)
         if life.first_ns is None:
             life.first_ns, life.cached = at_ns, output.cached_tokens
-            self._tokenizer_child("time_to_first_token_seconds", life.streaming).observe((at_ns - life.arrival_ns) / S)
-        else:
+            if self._decodes and output.finish_reason is not FinishReason.ABORT:
+                self._tokenizer_child("time_to_first_token_seconds", life.streaming).observe((at_ns - life.arrival_ns) / S)
+        elif self._decodes:
             self._tokenizer_child("inter_token_latency_seconds").observe((at_ns - life.last_ns) / S / count, count)
         life.last_ns = at_ns
         life.generated += count
@@ -317,6 +344,9 @@ class SglangMetrics:
         life = self._live.pop(request_id, None)
         if life is not None and (life.generated or reason is not FinishReason.ABORT):
             self._count_end(life, now_ns)
+            if life.first_ns is not None and life.generated > 1 and reason is not FinishReason.ABORT and self._decodes:
+                mean_s = (now_ns - life.first_ns) / S / (life.generated - 1)
+                self._tokenizer_child("request_time_per_output_token_seconds", life.streaming).observe(mean_s)
 
     def _count_end(self, life: _Life, now_ns: int) -> None:
         took_s = (now_ns - life.arrival_ns) / S
@@ -325,12 +355,11 @@ class SglangMetrics:
         self._tokenizer_child("cached_tokens", "device").inc(life.cached)
         self._tokenizer_child("num_requests", life.streaming).inc()
         self._tokenizer_child("e2e_request_latency_seconds", life.streaming).observe(took_s)
-        if self._histograms:
-            self._tokenizer_child("prompt_tokens_histogram").observe(life.prompt_tokens)
-            self._tokenizer_child("uncached_prompt_tokens_histogram").observe(life.prompt_tokens - life.cached)
-            self._tokenizer_child("generation_tokens_histogram").observe(life.generated)
-        if life.generated:
-            self._tokenizer_child("request_time_per_output_token_seconds", life.streaming).observe(took_s / life.generated)
+        if life.grammar:
+            self._tokenizer_child("num_so_requests").inc()
+        self._tokenizer_child("prompt_tokens_histogram").observe(life.prompt_tokens)
+        self._tokenizer_child("uncached_prompt_tokens_histogram").observe(life.prompt_tokens - life.cached)
+        self._tokenizer_child("generation_tokens_histogram").observe(life.generated)
 
     def on_dropped(self, request_ids: Iterable[str]) -> None:
         """The client has gone: its requests are aborted. Their state stays until the scheduler confirms (P41), so what they

@@ -29,6 +29,7 @@ from windtunnel.core.sglang.sequence import RUNNING_ABORT, SglangSequence
 from windtunnel.core.transfer.backends import FakeReceiver
 from windtunnel.core.transfer.frames import Aux, Frame, LateWrite, Metadata, Outgoing
 from windtunnel.core.transfer.status import KVPoll, reduce_polls
+from windtunnel.core.units import MS
 
 NO_BACKUP = EngineError("Retracted under decode memory pressure without a KV backup. Retry later.", 503, "ServiceUnavailable")
 EXTRA_ROWS_UP_TO = 32
@@ -39,7 +40,7 @@ MAX_HOLD_NS = 1 << 62
 class DecodeEntry(RoomEntry):
     """One request on the decode worker."""
 
-    __slots__ = ("aux", "dp_rank", "ready", "receivers", "resolved")
+    __slots__ = ("aux", "dp_rank", "ready", "ready_ns", "receivers", "resolved")
 
     def __init__(self, sequence: SglangSequence, address: str, room: int, receivers: list[KvReceiver]) -> None:
         super().__init__(sequence, address, room)
@@ -48,6 +49,7 @@ class DecodeEntry(RoomEntry):
         """The prefill's ranks are known."""
         self.ready = False
         """The handshake is done."""
+        self.ready_ns = 0
         self.dp_rank: int | None = None
         self.aux: Aux | None = None
 
@@ -256,8 +258,8 @@ class DecodeWorker(DisaggWorker):
         for entry, status in zip(entries, self._polls(entries, now_ns), strict=True):
             if status is KVPoll.FAILED:
                 self._fail(entry, "Decode handshake failed", "num_bootstrap_failed_reqs_total", now_ns)
-            elif status is KVPoll.WAITING_FOR_INPUT and entry.resolved:
-                entry.ready = True
+            elif status is KVPoll.WAITING_FOR_INPUT and entry.resolved and not entry.ready:
+                entry.ready, entry.ready_ns = True, now_ns
 
     def _preallocate(self, now_ns: int) -> None:
         """In order; the first that does not fit ends it."""
@@ -287,6 +289,10 @@ class DecodeWorker(DisaggWorker):
         stamp = self.scheduler.memory.pool.stamp_of(pages[0]) if pages else 0
         for rank in self.ranks:
             rank.buffers.pop(slot, None)
+        self.observations += [
+            ("kv_transfer_bootstrap_ms", (entry.ready_ns - sequence.since_ns) / MS),
+            ("kv_transfer_alloc_ms", (now_ns - entry.ready_ns) / MS),
+        ]
         self.log.record(sequence, Event.FETCH, now_ns, {"room": entry.room, "slot": slot, "pages": len(pages)})
         for receiver in entry.receivers:
             receiver.send_metadata(pages, stamp, slot, prefix, now_ns)

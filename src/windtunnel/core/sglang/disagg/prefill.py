@@ -23,19 +23,21 @@ from windtunnel.core.sglang.sequence import RUNNING_ABORT, WAITING_ABORT, Sglang
 from windtunnel.core.transfer.backends import FakeSender, TransferBackend
 from windtunnel.core.transfer.frames import Aux, Frame, Outgoing, RegisterDpRank
 from windtunnel.core.transfer.status import KVPoll, reduce_polls
-from windtunnel.core.units import MS
+from windtunnel.core.units import MS, S
 
 
 class PrefillEntry(RoomEntry):
     """One request on the prefill worker."""
 
-    __slots__ = ("first_token", "keeps_room", "keeps_slot", "senders", "sent_pages", "sent_since_ns")
+    __slots__ = ("bootstrap_ns", "first_token", "keeps_room", "keeps_slot", "senders", "sent_pages", "sent_since_ns")
 
     def __init__(self, sequence: SglangSequence, address: str, room: int, senders: list[KvSender]) -> None:
         super().__init__(sequence, address, room)
         self.senders = senders
         self.sent_pages = 0
         self.sent_since_ns = 0
+        self.bootstrap_ns = 0
+        """How long it waited in the bootstrap queue."""
         self.first_token: TokenOutput | None = None
         self.keeps_slot = False
         """Its slot is never given back: the leak of old releases (P14)."""
@@ -156,7 +158,7 @@ class PrefillWorker(DisaggWorker):
         for sender in entry.senders:
             sender.init()
         del self.bootstrap_queue[sequence]
-        self.observations.append(("kv_transfer_bootstrap_ms", (now_ns - sequence.since_ns) / MS))
+        entry.bootstrap_ns = now_ns - sequence.since_ns
         self.log.record(sequence, Event.BOOTSTRAPPED, now_ns, {"slot": entry.slot})
         self.scheduler.enqueue(sequence, now_ns)
 
@@ -197,11 +199,17 @@ class PrefillWorker(DisaggWorker):
         self.forget(sequence)
 
     def _observe_transfer(self, entry: PrefillEntry, now_ns: int) -> None:
+        """At success, in the units of SGLang 0.5.23: MiB, and GiB per second. Nothing waits between handshake and queue."""
+        self.observations += [("kv_transfer_bootstrap_ms", entry.bootstrap_ns / MS), ("kv_transfer_alloc_ms", 0.0)]
         took_ns = now_ns - entry.sent_since_ns
-        size_bytes = len(entry.sequence.pages) * self.config.page_size * self.disagg.kv_bytes_per_token
-        self.observations += [("kv_transfer_latency_ms", took_ns / MS), ("kv_transfer_total_mb", size_bytes / 1e6)]
-        if took_ns > 0:
-            self.observations.append(("kv_transfer_speed_gb_s", size_bytes / took_ns))
+        if took_ns <= 0:
+            return
+        size_mib = len(entry.sequence.pages) * self.config.page_size * self.disagg.kv_bytes_per_token / 2**20
+        self.observations += [
+            ("kv_transfer_latency_ms", took_ns / MS),
+            ("kv_transfer_total_mb", size_mib),
+            ("kv_transfer_speed_gb_s", size_mib / 1024 / (took_ns / S)),
+        ]
 
     # Prefill
 
