@@ -18,7 +18,6 @@ import asyncio
 import contextlib
 import json
 import os
-import socket
 import sys
 import time
 from collections import Counter
@@ -29,6 +28,7 @@ from random import Random
 from statistics import median
 from typing import Any
 
+from windtunnel.ports import free_ports
 from windtunnel.sim.cluster import Cluster
 from windtunnel.sim.kernel import Kernel
 from windtunnel.sim.scenario import Scenario, parse_scenario
@@ -169,7 +169,7 @@ async def serial_ms(port: int, tokens: int) -> float:
 @contextlib.asynccontextmanager
 async def server(wanted: Scenario) -> AsyncIterator[int]:
     """A live server with the scenario's engine, on a free port."""
-    port, engine = _free_port(), wanted.engines[0]
+    port, engine = free_ports(1)[0], wanted.engines[0]
     flags = {
         "pacing": "step",
         "step-base": f"{engine.pacing.base}ns",
@@ -192,13 +192,6 @@ async def server(wanted: Scenario) -> AsyncIterator[int]:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         await process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 async def _healthy(port: int) -> bool:

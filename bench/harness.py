@@ -12,15 +12,15 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from windtunnel.ports import free_ports
+
 SERVER_CORE, CLIENT_CORE = 0, 1
 _READY_TIMEOUT_S = 30
 _RECV_BYTES = 1 << 18
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return free_ports(1)[0]
 
 
 def pin(core: int) -> None:

@@ -289,12 +289,17 @@ async def test_tokens_alone_are_derendered_too() -> None:
 async def test_what_cannot_be_derendered_is_refused() -> None:
     choice = {"index": 0, "token_ids": [7, 8]}
     answer = {"request_id": "r", "choices": [choice]}
+    strange = {"request_id": "r", "choices": [choice | {"token_ids": [7, 10**9]}]}
+    entry = {"token_id": 7, "logprob": -1.0, "top_logprobs": [{"token_id": 2**40, "logprob": -1.0}]}
+    told_strangely = {"request_id": "r", "choices": [choice | {"logprobs": {"content": [entry]}}]}
     refusals: list[tuple[str, dict[str, Any], int, str]] = [
         ("completions", {"generate_responses": []}, 400, "must not be empty"),
         ("completions", {"generate_responses": [answer], "prompt_tokens": [1, 2]}, 400, "prompt_tokens length (2) must equal"),
         ("completions", {"generate_responses": [answer | {"output_mode": "text"}]}, 400, "output_mode"),
         ("chat/completions", {"generate_response": {"request_id": "r", "choices": [{"index": 0}]}}, 400, "null token_ids"),
         ("chat/completions", {"generate_response": answer, "model": "none"}, 404, "does not exist"),
+        ("completions", {"generate_responses": [strange]}, 400, "out of vocabulary"),
+        ("chat/completions", {"generate_response": told_strangely}, 400, "out of vocabulary"),
         ("chat/completions", {"generate_chunk": answer, "stream": True}, 501, "not simulated"),
     ]
     async with live(enable_scale_out=True, scheduler__max_model_len=64) as server, client_of(server) as client:

@@ -20,6 +20,8 @@ from windtunnel.core.vllm.connector.seam import AskHandshake, Peer, Pull, Pulled
 
 PATIENCE_NS = 50 * MS
 MARGIN_NS = 5 * MS
+LATE_NS = 100 * PATIENCE_NS
+"""A clock that has run for long."""
 KV: dict[str, Any] = {"connector": MOONCAKE, "abort_timeout_ns": PATIENCE_NS, "pull_margin_ns": MARGIN_NS}
 PRODUCER, CONSUMER = {"role": "kv_producer"}, {"role": "kv_consumer"}
 
@@ -216,13 +218,32 @@ def test_the_same_refused_twice_is_asked_for_twice_and_both_are_answered() -> No
 
 def test_an_id_that_is_too_long_to_be_sent_fails_alone() -> None:
     pair = Mooncake()
-    pair.ask_p("b", 40)
+    pair.now_ns = LATE_NS
     long = "a" * ID_LIMIT_BYTES
     pair.submit(pair.d, decode_leg(long, to_d("a"), 40), decode_leg("b", to_d("b"), 40))
     pair.run(lambda: f"{long}-d" in pair.d.finish)
+    assert waiting(pair, "b")
+    pair.ask_p("b", 40)
     pair.done("b")
     assert pair.d.finish[f"{long}-d"] is FinishReason.ERROR and pair.d.tokens["b-d"] == answer("b")
     pair.rest()
+
+
+def test_who_gets_a_place_in_the_end_has_all_the_time_that_there_is() -> None:
+    """The place is that of a pull which only lets go of blocks: nothing is written, so it is free at once."""
+    pair = Mooncake(kv={"num_workers": 1})
+    pair.now_ns = LATE_NS
+    assert pair.d.engine.release_remote(to_d("x"), pair.now_ns)
+    pair.pump(pair.d)
+    for name in ("y", "b"):
+        pair.ask_d(name)
+        pair.run(lambda name=name: waiting(pair, name))
+    pair.run(lambda: pair.p.engine.outstanding()["pulls"] == 3)
+    pair.ask_p("x")
+    pair.run(lambda: pair.p.engine.outstanding()["pulls"] == 2)
+    pair.ask_p("b")
+    pair.done("b")
+    assert pair.d.tokens["b-d"] == answer("b")
 
 
 def test_more_pulls_than_a_message_takes_go_in_two() -> None:

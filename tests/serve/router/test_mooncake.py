@@ -97,7 +97,7 @@ async def test_legs_that_clients_have_left_have_a_limit() -> None:
                 await until(lambda gone=gone: len(d.bodies) == len(p.bodies) == gone)
                 raw.leave("fin")
                 await until(lambda gone=gone: d.gone == gone)
-            async with httpx.AsyncClient() as client:
+            async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
                 refused = await client.post(url + PATH, json=COMPLETION)
                 assert refused.status_code == 503 and "2 prefills are under way already" in refused.text
                 p.go.set()

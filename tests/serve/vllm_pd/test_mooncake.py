@@ -10,9 +10,10 @@ import zmq
 import zmq.asyncio
 from tests.serve.live import FOREVER_NS, PATIENCE_S, live
 from tests.serve.vllm_pd.mooncake_pair import CONSUMER, PRODUCER, counters, mooncake
-from tests.serve.vllm_pd.pair import COMPLETION, engine_of, holds, until
+from tests.serve.vllm_pd.pair import COMPLETION, _connection, engine_of, holds, until
 from tests.serve.vllm_pd.test_pair import BODIES, _text
 
+from windtunnel.core.vllm.connector.seam import Peer
 from windtunnel.serve.vllm_pd.bootstrap import WORKERS_LIMIT, Registry
 from windtunnel.wire.vllm.mooncake import Registration
 
@@ -158,6 +159,21 @@ async def test_an_engine_that_the_bootstrap_server_does_not_know() -> None:
         answer = await pd.client.post(f"{pd.d.url}/v1/completions", json=COMPLETION | {"kv_transfer_params": params})
         assert answer.status_code == 200 and counters(pd.d) == {"failed_recvs": 1}
         await pd.until_idle()
+
+
+async def test_what_bootstrap_servers_say_of_others_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients name these servers, so what they say has to end somewhere."""
+    monkeypatch.setattr("windtunnel.serve.vllm_pd.mooncake.MAX_PEERS", 2)
+    async with mooncake() as pd:
+        transport: Any = _connection(pd.d).transport
+
+        async def query(_peer: Peer) -> dict[str, str]:
+            return {f"e{number}": "127.0.0.1:1" for number in range(100)}
+
+        monkeypatch.setattr(transport, "_query", query)
+        for engine_id in ("e1", "e2", "e3"):
+            await transport._greet(Peer(engine_id, "127.0.0.1", 1))
+        assert list(transport._workers) == ["e2", "e3"]
 
 
 async def test_two_ranks_share_one_bootstrap_server() -> None:

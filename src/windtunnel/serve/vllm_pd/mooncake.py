@@ -8,6 +8,7 @@ silence, so a decode does not notice that a prefill has gone; a prefill does not
 import asyncio
 import logging
 import random
+from collections.abc import Mapping
 from contextlib import suppress
 
 import httpx
@@ -15,6 +16,7 @@ import zmq
 import zmq.asyncio
 
 from windtunnel.core.shown import shown
+from windtunnel.core.vllm.connector.peers import MAX_PEERS
 from windtunnel.core.vllm.connector.seam import Arrived, HandshakeDone, Notify, NotifyFailed, Peer, Pulled, Pulls
 from windtunnel.serve.beside import Beside
 from windtunnel.serve.clock import now_ns
@@ -79,12 +81,18 @@ class MooncakeTransport(Transport):
     async def _greet(self, peer: Peer) -> HandshakeDone:
         """Ask the bootstrap server. Raises ValueError."""
         if peer.engine_id not in self._workers:
-            self._workers |= await self._query(peer)
-        if peer.engine_id not in self._workers:
-            where = f"{shown(peer.host)}:{peer.port}"
-            raise ValueError(f"remote engine_id {shown(peer.engine_id)} not found from bootstrap server {where}")
+            self._remember(peer, await self._query(peer))
         mine = self._engine.handshake
         return HandshakeDone(peer, mine._replace(engine_id=peer.engine_id))
+
+    def _remember(self, peer: Peer, found: Mapping[str, str]) -> None:
+        """Raises ValueError. As many as the engine itself remembers (`core.vllm.connector.peers`)."""
+        if peer.engine_id not in found:
+            where = f"{shown(peer.host)}:{peer.port}"
+            raise ValueError(f"remote engine_id {shown(peer.engine_id)} not found from bootstrap server {where}")
+        if len(self._workers) >= MAX_PEERS:
+            del self._workers[next(iter(self._workers))]
+        self._workers[peer.engine_id] = found[peer.engine_id]
 
     async def _query(self, peer: Peer) -> dict[str, str]:
         if not peer.port:
@@ -107,9 +115,10 @@ class MooncakeTransport(Transport):
         notification = ask.notification
         if isinstance(notification, Pulled):
             self._answer(ask.peer, notification)
-        elif isinstance(notification, Pulls) and self._pulling < PULLS_LIMIT and ask.peer.engine_id in self._workers:
+        elif isinstance(notification, Pulls) and self._pulling < PULLS_LIMIT:
+            where = self._workers[ask.peer.engine_id]
             self._pulling += 1
-            self.spawn(self._pull(self._workers[ask.peer.engine_id], notification))
+            self.spawn(self._pull(where, notification))
         else:
             self._later(NotifyFailed(ask.peer, notification, f"{PULLS_LIMIT} pulls are under way already"))
 

@@ -1,7 +1,8 @@
 """Derender routes: what `/inference/v1/generate` answered, back in the API's form (vLLM 0.33, `scale_out/derender`).
 
 No engine has a part in it: the tokens go through the output state of a live answer, and the same writers write it.
-Members that neither the tokens nor the original request tell are null. Chunks of a stream (`"stream": true`) are not simulated.
+A token outside the vocabulary is a 400 of ours. Members that neither the tokens nor the original request tell are null. Chunks
+of a stream (`"stream": true`) are not simulated.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,12 +15,11 @@ from windtunnel.wire import http
 from windtunnel.wire.env import ServerEnv
 from windtunnel.wire.family import ChoiceResult, Generation, PromptPlan, SamplingPlan, TokenLogprob, Usage, WireError
 from windtunnel.wire.output import ChoiceState, decoded
-from windtunnel.wire.vllm import chat, completions, fields, models
-from windtunnel.wire.vllm.fields import INT64_MAX
+from windtunnel.wire.vllm import chat, completions, fields, models, prompts
+from windtunnel.wire.vllm.fields import TokenId
 from windtunnel.wire.vllm.generate import disabled
 
 Derender = Callable[[bytes, Mapping[str, str], ServerEnv], bytes]
-TokenId = Annotated[int, Field(ge=0, le=INT64_MAX)]
 Ids = list[TokenId]
 
 CHOICES_MAX = 16384
@@ -139,6 +139,14 @@ def _check_bounds(answers: Sequence[Generated], env: ServerEnv) -> None:
             if len(choice.token_ids) > env.max_model_len:
                 told = f"token_ids length ({len(choice.token_ids)}) in choice {choice.index}"
                 raise WireError(f"{told} exceeds max_model_len ({env.max_model_len}).")
+            prompts.check_vocabulary(_ids(choice), env)
+
+
+def _ids(choice: Choice) -> Ids:
+    """Every token that is to become text."""
+    entries = (choice.logprobs and choice.logprobs.content) or ()
+    candidates = [one.token_id for entry in entries for one in (entry, *entry.top_logprobs)]
+    return [*(choice.token_ids or ()), *candidates]
 
 
 def _chat_plan(asked: ChatDerender, headers: Mapping[str, str], env: ServerEnv) -> Generation:
@@ -156,7 +164,7 @@ def _told(
     env: ServerEnv,
 ) -> tuple[Generation, list[ChoiceResult], Usage]:
     """The generation that would have given these answers, its choices and its usage."""
-    prompts = tuple(
+    made = tuple(
         PromptPlan(tuple(given or answer.prompt_token_ids or ()), None)
         for given, answer in zip(prompt_ids, answers, strict=True)
     )
@@ -165,8 +173,8 @@ def _told(
     usage = Usage(sum(prompt_tokens), sum(len(choice.token_ids) for choice in choices))
     params = answers[0].kv_transfer_params
     usage.kv_transfer = params if all(answer.kv_transfer_params == params for answer in answers) else None
-    spec = replace(planned.spec, prompts=prompts)
-    return replace(planned, prompts=prompts, spec=spec, extra={}), numbered, usage
+    spec = replace(planned.spec, prompts=made)
+    return replace(planned, prompts=made, spec=spec, extra={}), numbered, usage
 
 
 def _choice(given: Choice, prompt_index: int, sampling: SamplingPlan, env: ServerEnv) -> ChoiceResult:

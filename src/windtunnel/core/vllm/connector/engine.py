@@ -74,11 +74,11 @@ class ConnectorEngine(VllmEngine):
         return min((at for at in times if at is not None), default=None)
 
     def _timer_at(self) -> int | None:
-        """Leases and heartbeats live in the engine's loop: a frozen engine has neither."""
+        """Leases and heartbeats live in the engine's loop: a frozen engine has neither. Nothing is due before its clock."""
         at_ns = 0 if self._unread else self.connector.next_event_at()
         if at_ns is None or self.control.death is not None:
             return None
-        return max(at_ns, self.control.frozen_until_ns)
+        return max(at_ns, self.control.frozen_until_ns, self._clock_ns)
 
     def advance(self, now_ns: int) -> list[StepOutput]:
         done: list[StepOutput] = []
