@@ -65,17 +65,19 @@ async def serving(config: ServeConfig) -> AsyncIterator[LiveServer]:
     server = Server(config, asyncio.get_running_loop())
     process = SimulatorProcess(uvicorn_config(config, server), server)
     process.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]
-    await server.flavour.start(server)
-    task = asyncio.create_task(process.serve())
     try:
-        async with asyncio.timeout(PATIENCE_S):
-            while not process.started:
-                await asyncio.sleep(0)
-        yield LiveServer(server, process)
+        await server.flavour.start(server)
+        task = asyncio.create_task(process.serve())
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                while not process.started:
+                    await asyncio.sleep(0)
+            yield LiveServer(server, process)
+        finally:
+            server.jobs.fail_all(WireError("the test is over", 500))
+            process.should_exit = process.force_exit = True
+            await task
     finally:
-        server.jobs.fail_all(WireError("the test is over", 500))
-        process.should_exit = process.force_exit = True
-        await task
         await server.flavour.stop()
         server.close()
 
