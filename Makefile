@@ -34,8 +34,8 @@ $(READY): requirements.lock pyproject.toml
 demo: $(READY)
 	$(BIN)/windtunnel demo
 
-# Tests of one file share a worker: they may share a server. Most wait more than they compute, so four fit two cores.
-WORKERS ?= 4
+# Tests of one file share a worker: they may share a server. Most wait more than they compute, so three fit two cores.
+WORKERS ?= 3
 test: $(READY)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 

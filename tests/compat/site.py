@@ -188,12 +188,23 @@ class Site:
             await asyncio.sleep(POLL_S)
         return bool(condition())
 
+    def _emptied(self) -> bool:
+        """A router may send a leg when its client has gone and the other leg has been ended: that one is ended, too."""
+        for worker in self.workers:
+            worker.live.server.jobs.abort_all()
+        return not self.busy()
+
+    def _held(self) -> list[str]:
+        """What a busy worker has, and in which state."""
+        return [
+            f"{one.role}: {view.state.value}" for one in self.workers for view in one.live.server.engine.live()
+        ] or self.busy()
+
     async def settle(self) -> None:
         """Back to workers that are idle, willing and forgetful."""
         for worker in self.workers:
             worker.forget()
-            worker.live.server.jobs.abort_all()
-        assert await self.until(lambda: not self.busy()), f"not empty: {self.busy()}"
+        assert await self.until(self._emptied), f"not empty: {self._held()}"
         while self.mode.random and not all(worker.asked for worker in self.workers):
             await self.hello()
         for worker in self.workers:
