@@ -28,7 +28,7 @@ from random import Random
 from statistics import median
 from typing import Any
 
-from windtunnel.ports import free_ports
+from windtunnel.ports import free_port
 from windtunnel.sim.cluster import Cluster
 from windtunnel.sim.kernel import Kernel
 from windtunnel.sim.scenario import Scenario, parse_scenario
@@ -169,7 +169,7 @@ async def serial_ms(port: int, tokens: int) -> float:
 @contextlib.asynccontextmanager
 async def server(wanted: Scenario) -> AsyncIterator[int]:
     """A live server with the scenario's engine, on a free port."""
-    port, engine = free_ports(1)[0], wanted.engines[0]
+    port, engine = free_port(), wanted.engines[0]
     flags = {
         "pacing": "step",
         "step-base": f"{engine.pacing.base}ns",

@@ -17,7 +17,8 @@ import grpc
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc as rpc
 
-from bench.harness import CLIENT_CORE, connect, drain, free_port, pin, send_all, server
+from bench.harness import CLIENT_CORE, connect, drain, pin, send_all, server
+from windtunnel.ports import free_port
 
 LOADS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "paced": (64, 200, ("--itl", "20ms")),

@@ -12,15 +12,11 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from windtunnel.ports import free_ports
+from windtunnel.ports import free_port
 
 SERVER_CORE, CLIENT_CORE = 0, 1
 _READY_TIMEOUT_S = 30
 _RECV_BYTES = 1 << 18
-
-
-def free_port() -> int:
-    return free_ports(1)[0]
 
 
 def pin(core: int) -> None:

@@ -2,7 +2,8 @@
 
 import time
 
-from bench.harness import free_port, launch, wait_ready
+from bench.harness import launch, wait_ready
+from windtunnel.ports import free_port
 
 RUNS = 7
 

@@ -30,6 +30,10 @@ def free_ports(count: int) -> list[int]:
         return [_bound(held.enter_context(socket.socket()), candidates) for _ in range(count)]
 
 
+def free_port() -> int:
+    return free_ports(1)[0]
+
+
 def _candidates() -> Iterator[int]:
     """In an order of chance, then for ever 0: any that the kernel gives."""
     below = range(_FIRST, _first_given())

@@ -13,8 +13,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.compat.cases import WORKS
 from tests.compat.modes import Mode, Peer, Trial
 from tests.compat.shapes import CHAT, OF
-from tests.compat.site import ANSWER_S, START_S, Worker, free_port, running, worker
+from tests.compat.site import ANSWER_S, START_S, Worker, running, worker
 from tests.serve.live import RawClient, request_bytes
+from windtunnel.ports import free_port
 
 TTFT_S = 1.2
 """Inside a bucket of both engines."""

@@ -14,7 +14,7 @@ import httpx
 
 from tests.compat.modes import Mode
 from tests.serve.live import LiveServer, serving
-from windtunnel.ports import free_ports
+from windtunnel.ports import free_port
 from windtunnel.serve import failures, grpc_front
 from windtunnel.serve.flags import parse_args
 from windtunnel.serve.http11 import LINE, ClientLine
@@ -31,10 +31,6 @@ POLL_S = 0.005
 MODEL = "wt-model"
 HELLO = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
 EMBEDDINGS = "/v1/embeddings"
-
-
-def free_port() -> int:
-    return free_ports(1)[0]
 
 
 @dataclass(frozen=True)

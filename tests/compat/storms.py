@@ -20,7 +20,8 @@ import httpx
 from tests.compat import peers
 from tests.compat.all import PEERS
 from tests.compat.modes import Mode, Peer
-from tests.compat.site import START_S, command, free_port, register
+from tests.compat.site import START_S, command, register
+from windtunnel.ports import free_port
 
 PACE = ("--disable-access-log", "--ttft", "20ms", "--itl", "{itl}")
 SLOW = ("--disable-access-log", "--ttft", "2s", "--itl", "{itl}")

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from windtunnel.ports import free_ports
+from windtunnel.ports import free_port
 
 READY_S = 30.0
 STOP_S = 10.0
@@ -70,10 +70,6 @@ SERVERS: tuple[Recorded, ...] = (
     ),
     Recorded("variant_c", ("variant_c",), (*_COMMON, *_VARIANT_C)),
 )
-
-
-def free_port() -> int:
-    return free_ports(1)[0]
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ from windtunnel.lab.experiment import Options, Progress, run_experiment, schedul
 from windtunnel.lab.experiment_file import Arm, Environment, Experiment, parse
 from windtunnel.lab.progress import print_experiment
 from windtunnel.lab.report import DocumentError, check_document, html, schema, write_all
-from windtunnel.ports import free_ports
+from windtunnel.ports import free_port
 
 app = typer.Typer()
 for command in (experiment_command, report_command, storm_command):
@@ -197,7 +197,7 @@ async def test_a_server_that_is_never_ready_is_stopped(tmp_path: Path, monkeypat
         return started[-1]
 
     monkeypatch.setattr(arms, "_start", seen)
-    never = f"http://127.0.0.1:{free_ports(1)[0]}/"
+    never = f"http://127.0.0.1:{free_port()}/"
     arm = Arm.model_validate({"command": server_command(), "ready_url": never, "ready_timeout": "200ms"})
     with pytest.raises(Environment, match="did not answer 200"):
         async with running(arm, tmp_path / "log", time_scale=1, seed=0):
@@ -237,7 +237,7 @@ async def test_cancelling_stops_the_server(tmp_path: Path, pids: Path) -> None:
 async def test_stop_before_a_server_is_ready_ends_it(experiment: Experiment, pids: Path) -> None:
     stop = asyncio.Event()
     command = server_command("--pids", str(pids))
-    never = f"http://127.0.0.1:{free_ports(1)[0]}/"
+    never = f"http://127.0.0.1:{free_port()}/"
     options = Options(commands={"control": command, "treatment": command}, ready_url=never)
     run = asyncio.create_task(run_experiment(experiment, options, stop=stop))
     await until(lambda: started(pids))

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.serve.live import PATIENCE_S, LiveServer, RawClient, request_bytes, serving
 from tests.serve.test_kv_events import subscriber
 
-from windtunnel.ports import free_ports
+from windtunnel.ports import free_port
 from windtunnel.serve.flags import parse_args
 
 ENGINES = ("vllm", "sglang")
@@ -119,7 +119,7 @@ async def test_e_a_prefill_says_where_its_blocks_are_in_a_whole_answer_only(path
 
 @contextlib.asynccontextmanager
 async def pair() -> AsyncIterator[tuple[list[tuple[LiveServer, httpx.AsyncClient]], int]]:
-    (bootstrap,) = free_ports(1)
+    bootstrap = free_port()
     told = ("--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", str(bootstrap))
     async with talking("sglang", *told) as prefill, talking("sglang", "--disaggregation-mode", "decode") as decode:
         yield [prefill, decode], bootstrap

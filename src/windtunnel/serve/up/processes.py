@@ -12,7 +12,7 @@ from functools import partial
 
 import httpx
 
-from windtunnel.ports import HOST, free_ports
+from windtunnel.ports import HOST, free_port, free_ports
 from windtunnel.serve.up.plan import Pairing, Ports, UpError, UpPlan
 from windtunnel.serve.up.routers import PROGRAMS, Worker, registration
 
@@ -62,7 +62,7 @@ class Fleet:
         await asyncio.gather(*(self._ready(name, f"{url}/v1/models") for name, url in urls.items()))
         if plan.router == "none":
             return Up(next(iter(urls.values())), urls, ports)
-        port = plan.router_port or free_ports(1)[0]
+        port = plan.router_port or free_port()
         await self._run("router", [*router_command(plan, urls, ports, port), *plan.router_args])
         await self._joined(f"http://{HOST}:{port}", _workers(plan, urls, ports))
         return Up(f"http://{HOST}:{port}", urls, ports)
@@ -161,7 +161,7 @@ def router_command(plan: UpPlan, urls: Mapping[str, str], ports: Ports, port: in
         head = [sys.executable, "-m", "windtunnel", "router"]
     else:
         program = PROGRAMS[plan.router]
-        metrics = str(free_ports(1)[0])
+        metrics = str(free_port())
         head = [_found(plan.router), *program.launch, "--prometheus-host", HOST, "--prometheus-port", metrics]
     return [*head, "--host", HOST, "--port", str(port), *_targets(plan, pair, _workers(plan, urls, ports))]
 
