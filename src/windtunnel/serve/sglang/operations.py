@@ -266,6 +266,9 @@ def _open_session(server: Server, state: Sglang, call: Call) -> Reply:
     """`timeout`: seconds without a request after which the session is closed. SGLang makes nothing of `capacity_of_str_len`."""
     asked = _object(call)
     wanted, patience_s = asked.get("session_id") or server.new_id(), asked.get("timeout")
+    capacity = asked.get("capacity_of_str_len")
+    if isinstance(capacity, bool) or not isinstance(capacity, int):
+        raise WireError("capacity_of_str_len must be an integer", kind=errors.INVALID)
     if not isinstance(wanted, str) or len(wanted) > NAME_LIMIT:
         raise WireError(f"session_id must be a text of at most {NAME_LIMIT} characters", kind=errors.INVALID)
     if patience_s is not None and not _is_patience(patience_s):
@@ -287,9 +290,10 @@ def _native_refusal(message: str) -> Reply:
 
 
 def _close_session(_server: Server, state: Sglang, call: Call) -> Reply:
-    wanted = _object(call).get("session_id", "")
-    if isinstance(wanted, str):
-        state.sessions.close(wanted)
+    wanted = _object(call).get("session_id")
+    if not isinstance(wanted, str):
+        raise WireError("session_id must be a text", kind=errors.INVALID)
+    state.sessions.close(wanted)
     return Reply()
 
 
@@ -497,7 +501,7 @@ def table(server: Server, sessions: Sessions) -> list[Row]:
     """All rows of an SGLang server with this configuration."""
     state = Sglang(sessions)
     server.driver.observe(state.heartbeat)
-    server.driver.observe(sessions)
+    sessions.watch(server.driver)
     rules = (*_rules(state), *_admin_rules(state), *debug.ALWAYS)
     rows: list[Row] = [(rule.path, rule.methods, FlatSimple(server, rule)) for rule in rules]
     rows.append(("/v1/models/{model:path}", ["GET"], ModelRoute(server)))
