@@ -24,7 +24,7 @@ from windtunnel.wire.family import WireError
 from windtunnel.wire.http import dumps, parse_json
 from windtunnel.wire.sglang import chat, errors, native
 from windtunnel.wire.vllm import messages as anthropic
-from windtunnel.wire.vllm.chat import render
+from windtunnel.wire.vllm.chat_prompt import render
 from windtunnel.wire.vllm.prompts import check_vocabulary
 
 SHOWN_ARGUMENTS = 64

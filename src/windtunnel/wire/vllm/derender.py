@@ -16,6 +16,7 @@ from windtunnel.wire.env import ServerEnv
 from windtunnel.wire.family import ChoiceResult, Generation, PromptPlan, SamplingPlan, TokenLogprob, Usage, WireError
 from windtunnel.wire.output import ChoiceState, decoded
 from windtunnel.wire.vllm import chat, completions, fields, models, prompts
+from windtunnel.wire.vllm.chat_request import ChatCompletionRequest
 from windtunnel.wire.vllm.fields import TokenId
 from windtunnel.wire.vllm.generate import disabled
 
@@ -63,7 +64,7 @@ class ChatDerender(fields.OpenModel):
     generate_response: Generated
     prompt_tokens: Annotated[int, Field(ge=0)] | None = None
     prompt_token_ids: Ids | None = None
-    chat_request: chat.ChatCompletionRequest | None = None
+    chat_request: ChatCompletionRequest | None = None
 
 
 class CompletionDerender(fields.OpenModel):
@@ -152,7 +153,7 @@ def _ids(choice: Choice) -> Ids:
 def _chat_plan(asked: ChatDerender, headers: Mapping[str, str], env: ServerEnv) -> Generation:
     request = asked.chat_request
     if request is None:
-        request = chat.ChatCompletionRequest.model_validate({"messages": [{"role": "user", "content": ""}]})
+        request = ChatCompletionRequest.model_validate({"messages": [{"role": "user", "content": ""}]})
     return chat.plan_request(request.model_copy(update={"model": None, "stream": False}), headers, env)
 
 

@@ -14,7 +14,8 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 from windtunnel.wire import http
 from windtunnel.wire.env import ServerEnv
 from windtunnel.wire.family import ChoiceResult, Delta, Generation, StreamEncoder, Usage, WireError
-from windtunnel.wire.vllm import chat, fields, messages_in, models, parsers
+from windtunnel.wire.vllm import chat, chat_prompt, chat_spec, fields, messages_in, models, parsers
+from windtunnel.wire.vllm.chat_request import ChatCompletionRequest
 
 name = "messages"
 paths: Sequence[str] = ("/v1/messages",)
@@ -180,7 +181,7 @@ def plan_request(request: MessagesRequest, headers: Mapping[str, str], env: Serv
         planned = chat.plan_request(chat_request(request, env), headers, env)
     except WireError as error:
         raise _named_error(error, env) from None
-    inner: chat.ChatSpec = planned.spec
+    inner: chat_spec.ChatSpec = planned.spec
     spec = MessageSpec(
         env=env,
         response_id=planned.response_id,
@@ -200,14 +201,14 @@ def count_tokens(body: bytes, headers: Mapping[str, str], env: ServerEnv) -> tup
         request = http.read_model(CountTokensRequest, body, headers)
         models.resolve(request.model, env)
         asked = chat_request(request, env)
-        _conversation, planned = chat.render(asked.messages, asked, env)
+        _conversation, planned = chat_prompt.render(asked.messages, asked, env)
     except WireError as error:
         return error.status, error_body(_named_error(error, env))
     count = len(planned.token_ids)
     return 200, http.dumps({"input_tokens": count, "context_management": {"original_input_tokens": count}})
 
 
-def chat_request(request: MessagesRequest | CountTokensRequest, env: ServerEnv) -> chat.ChatCompletionRequest:
+def chat_request(request: MessagesRequest | CountTokensRequest, env: ServerEnv) -> ChatCompletionRequest:
     """The chat request that says the same. Its parts have been validated, so nothing is validated again."""
     values: dict[str, Any] = {
         "model": request.model,
@@ -224,7 +225,7 @@ def chat_request(request: MessagesRequest | CountTokensRequest, env: ServerEnv) 
         }
         same_name = ("stream", "temperature", "top_p", "top_k", "cache_salt", "kv_transfer_params", "vllm_xargs")
         values |= {field: getattr(request, field) for field in same_name}
-    return chat.ChatCompletionRequest.model_construct(**values)
+    return ChatCompletionRequest.model_construct(**values)
 
 
 def _template_kwargs(request: MessagesRequest | CountTokensRequest) -> dict[str, Any] | None:

@@ -11,8 +11,8 @@ from pydantic.json_schema import models_json_schema
 
 from windtunnel.wire.http import dumps
 from windtunnel.wire.vllm import (
-    chat,
     chat_batch,
+    chat_request,
     completions,
     decisions,
     generate,
@@ -44,7 +44,7 @@ OPERATIONS: tuple[Operation, ...] = (
     ("/ping", "get", "ping", None),
     ("/ping", "post", "ping", None),
     ("/invocations", "post", "decorated_func", None),
-    ("/v1/chat/completions", "post", "create_chat_completion", chat.ChatCompletionRequest),
+    ("/v1/chat/completions", "post", "create_chat_completion", chat_request.ChatCompletionRequest),
     ("/v1/chat/completions/batch", "post", "create_batch_chat_completion", chat_batch.BatchChatCompletionRequest),
     ("/v1/responses", "post", "create_responses", responses_in.ResponsesRequest),
     ("/v1/responses/{response_id}", "get", "retrieve_responses", None),

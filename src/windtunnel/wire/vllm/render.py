@@ -9,7 +9,7 @@ from typing import Any
 from windtunnel.wire import http
 from windtunnel.wire.env import ServerEnv
 from windtunnel.wire.family import Generation, PromptPlan
-from windtunnel.wire.vllm import chat, completions, derender, messages, responses, sampling
+from windtunnel.wire.vllm import chat, chat_request, completions, derender, messages, responses, sampling
 from windtunnel.wire.vllm.generate import disabled
 from windtunnel.wire.vllm.responses_in import ResponsesRequest
 
@@ -41,7 +41,7 @@ def completions_render(body: bytes, headers: Mapping[str, str], env: ServerEnv) 
 
 def chat_render(body: bytes, headers: Mapping[str, str], env: ServerEnv) -> bytes:
     _check_enabled(env)
-    request = http.read_model(chat.ChatCompletionRequest, body, headers)
+    request = http.read_model(chat_request.ChatCompletionRequest, body, headers)
     return _chat_value(_good(chat.plan_request(request, headers, env)), request, env)
 
 
@@ -59,7 +59,7 @@ def messages_render(body: bytes, headers: Mapping[str, str], env: ServerEnv) -> 
     return _chat_value(planned, messages.chat_request(request, env), env)
 
 
-def _chat_value(planned: Generation, request: chat.ChatCompletionRequest, env: ServerEnv) -> bytes:
+def _chat_value(planned: Generation, request: chat_request.ChatCompletionRequest, env: ServerEnv) -> bytes:
     template = {
         "cohere_format": "cmd4",
         "add_generation_prompt": request.add_generation_prompt,
