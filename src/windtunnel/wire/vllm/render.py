@@ -9,8 +9,9 @@ from typing import Any
 from windtunnel.wire import http
 from windtunnel.wire.env import ServerEnv
 from windtunnel.wire.family import Generation, PromptPlan
-from windtunnel.wire.vllm import chat, chat_request, completions, derender, messages, responses, sampling
+from windtunnel.wire.vllm import chat, chat_request, completions, derender, messages, messages_chat, responses, sampling
 from windtunnel.wire.vllm.generate import disabled
+from windtunnel.wire.vllm.messages_request import MessagesRequest
 from windtunnel.wire.vllm.responses_in import ResponsesRequest
 
 Render = Callable[[bytes, Mapping[str, str], ServerEnv], bytes]
@@ -54,9 +55,9 @@ def responses_render(body: bytes, headers: Mapping[str, str], env: ServerEnv) ->
 
 def messages_render(body: bytes, headers: Mapping[str, str], env: ServerEnv) -> bytes:
     _check_enabled(env)
-    request = http.read_model(messages.MessagesRequest, body, headers)
+    request = http.read_model(MessagesRequest, body, headers)
     planned = _good(messages.plan_request(request, headers, env))
-    return _chat_value(planned, messages.chat_request(request, env), env)
+    return _chat_value(planned, messages_chat.chat_request(request, env), env)
 
 
 def _chat_value(planned: Generation, request: chat_request.ChatCompletionRequest, env: ServerEnv) -> bytes:
