@@ -52,7 +52,8 @@ class FakeServer:
     spread_s: float = 0.0
     """So much slower is each stream than the one before."""
     silent_after: int | None = None
-    """A stream of more than a hundred tokens says no more after so many."""
+    """A stream of more than a hundred tokens says no more after so many, until it `goes_on`."""
+    goes_on: asyncio.Event = field(default_factory=asyncio.Event)
     running: int = 0
     waiting: int = 0
     kv: float = 0.0
@@ -219,7 +220,9 @@ class FakeServer:
             words = []
         request_id = self.ids[writer]
         for at, word in enumerate(words):
-            await asyncio.sleep(3600 if at == self.silent_after and len(words) > 100 else itl_s)
+            if at == self.silent_after and len(words) > 100:
+                await self.goes_on.wait()
+            await asyncio.sleep(itl_s)
             self.generated += 1
             if 0 < self.exit_after_tokens <= self.generated:
                 os._exit(EXIT_STATUS)

@@ -29,7 +29,8 @@ from windtunnel.lab.process_facts import alive
 from windtunnel.lab.report import schema, storm_html
 
 SMALL = ["--victims", "4", "--bystanders", "6", "--later", "4", "--sample-every", "10ms", "--max-tokens", "400"]
-LONG = ["--victims", "6", "--when", "tokens:5000", "--max-tokens", "100000", "--request-timeout", "100s"]
+LONG = ["--victims", "6", "--when", "tokens:90000", "--max-tokens", "100000", "--request-timeout", "100s"]
+"""Nobody leaves for 90 s at least: an interrupt or a kill comes first."""
 
 
 @asynccontextmanager
