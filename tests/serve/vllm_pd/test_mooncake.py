@@ -10,7 +10,7 @@ import zmq
 import zmq.asyncio
 from tests.serve.live import FOREVER_NS, PATIENCE_S, live
 from tests.serve.vllm_pd.mooncake_pair import CONSUMER, PRODUCER, counters, mooncake
-from tests.serve.vllm_pd.pair import COMPLETION, _connection, engine_of, holds, until
+from tests.serve.vllm_pd.pair import COMPLETION, HELD, _connection, engine_of, holds, land, moving, until
 from tests.serve.vllm_pd.test_pair import BODIES, _text
 
 from windtunnel.core.vllm.connector.seam import Peer
@@ -97,13 +97,14 @@ async def test_the_decode_may_come_long_before_the_prefill() -> None:
 
 
 async def test_a_client_that_leaves_the_decode_while_it_is_written_to_frees_both() -> None:
-    async with mooncake({"kv_transfer__transfer_latency_ns": 300_000_000}) as pd:
+    async with mooncake(HELD) as pd:
         transfer_id = pd.transfer()
         await pd.prefill(transfer_id)
         client = await pd.leaving(pd.d, await pd.to_d(transfer_id))
-        await until(lambda: engine_of(pd.d).outstanding()["loads"] and pulls(pd.p))
+        await until(lambda: engine_of(pd.d).outstanding()["loads"] and moving(pd.p))
         client.leave("rst")
         await until(lambda: engine_of(pd.d).outstanding()["orphaned_loads"])
+        land(pd.p)
         await pd.until_idle()
         assert counters(pd.p) == counters(pd.d) == {}
 
