@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from tests.lab.conftest import until
 from tests.lab.fake_server import DEFECTS, FakeServer
+from tests.own_time import own_time
 
 from windtunnel.core.units import MS, S
 from windtunnel.lab.client import Session
@@ -40,10 +41,12 @@ PLANS = {
 
 
 async def blow(plan: StormPlan, *defects: str, **options: Any) -> StormResult:
+    """In the time of this process: how long deadlines and streams are to one another is no matter of the machine's."""
     server = FakeServer(frozenset(defects), **options)
     port = await server.start()
     try:
-        return await run_storm(make_target(f"http://127.0.0.1:{port}", "fake"), plan)
+        with own_time(asyncio.get_running_loop()):
+            return await run_storm(make_target(f"http://127.0.0.1:{port}", "fake"), plan)
     finally:
         await server.stop()
 

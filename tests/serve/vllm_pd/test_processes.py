@@ -54,7 +54,8 @@ async def _counters(pd: Running, name: str) -> dict[str, int]:
     return {key.removeprefix("nixl_num_"): value for key, value in counted.items() if value}
 
 
-async def test_the_text_is_the_single_servers_and_everything_is_given_back() -> None:
+async def test_the_text_is_the_single_servers_and_everything_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("windtunnel.serve.up.processes.TERM_PATIENCE_S", PATIENCE_S)  # a busy machine's processes end later
     async with running() as pd:
         answer = (await pd.client.post(f"{pd.up.url}/v1/completions", json=BODY)).json()
         stream = (await pd.client.post(f"{pd.up.url}/v1/completions", json={**BODY, "stream": True})).text
