@@ -36,8 +36,8 @@ async def test_a_ca_and_a_client_certificate(certificate: Path, clients: str) ->
 
 
 async def test_who_comes_without_a_certificate_is_not_let_in(certificate: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With TLS 1.3 the server says so after the handshake, and closes. What the client meets first is the kernel's: the alert, the
-    end, a reset, or a broken pipe as it writes. So it is the server that tells that nobody came in.
+    """With TLS 1.3 the server says so after the handshake, and closes. What the client meets first is the kernel's: the alert,
+    the end, a reset, or a broken pipe as it writes. So it is the server that tells that nobody came in.
     """
     served = Mock()
     monkeypatch.setattr(FakeServer, "serve", served)
