@@ -31,15 +31,18 @@ def selftest(
     3 stopped before all servers were tried.
     """
     import json
+    from contextlib import closing, nullcontext
 
     from windtunnel.lab.selftest_log import head_of
 
     cases = _cases(only or [])
     head = head_of(cases, runs, seed)
-    document = {**_run(cases, head, jobs, _log(out, cases, head, resume=resume)), **head}
-    text = json.dumps(document, indent=2)
-    if out is not None:
-        (out / "selftest.json").write_text(text + "\n", "utf-8")
+    log = _log(out, cases, head, resume=resume)
+    with nullcontext() if log is None else closing(log):
+        document = {**_run(cases, head, jobs, log), **head}
+        text = json.dumps(document, indent=2)
+        if out is not None:
+            (out / "selftest.json").write_text(text + "\n", "utf-8")
     typer.echo(text) if as_json else _print(document)
     raise typer.Exit(OK if document["goal_met"] else FINDING if document["complete"] else INCONCLUSIVE)
 
