@@ -18,7 +18,8 @@ from windtunnel.cli.main import app
 from windtunnel.lab import selftest
 from windtunnel.lab.findings import Finding, Severity
 from windtunnel.lab.process_facts import alive
-from windtunnel.lab.selftest import Case, Run, Seen, Turn, schedule, selftest_document
+from windtunnel.lab.selftest import Case, Run, Seen, Turn, schedule
+from windtunnel.lab.selftest_document import selftest_document, summary
 from windtunnel.lab.selftest_log import LogError, RunLog, head_of
 
 CUT = Case("cut-stream", "unterminated_stream")
@@ -53,6 +54,45 @@ def test_the_self_test_counts_what_was_named_right() -> None:
     order = schedule([case, Case("x", "y")], 3, seed=1)
     assert sum(planted for _, planted, _ in order) == 6 == sum(not planted for _, planted, _ in order)
     assert order == schedule([case, Case("x", "y")], 3, seed=1) != schedule([case, Case("x", "y")], 3, seed=2)
+
+
+def of_one(fault: str, right: int, total: int) -> list[Run]:
+    found = Seen(Finding("zombie_tokens", Severity.HIGH, "", ("x",), 1), "crowd", 2.0)
+    return [Run(Case(fault, "zombie_tokens"), seed, (found,) if seed < right else (), 3.0) for seed in range(total)]
+
+
+def test_the_summary_says_which_defects_fall_short_of_the_goal() -> None:
+    clean = [Run(None, seed, (), 3.0) for seed in range(200)]
+    runs = [*of_one("deaf", 19, 20), *of_one("numb", 18, 20), *clean]
+    document = selftest_document(runs, len(runs))
+    assert document["goal"] == {"below": ["numb"], "too_few_runs": []} and not document["goal_met"]
+    assert list(summary(document)) == [
+        "deaf: zombie_tokens in 19 of 20 (95 %: 75.1%…99.9%), after 2.0 s, at most 2.0 s"
+        " (found at all: 19; also: nothing; consequences: none)",
+        "numb: zombie_tokens in 18 of 20 (95 %: 68.3%…98.8%), after 2.0 s, at most 2.0 s"
+        " (found at all: 18; also: nothing; consequences: none)",
+        "found: 92.5% of 40 runs (95 %: 79.6%…98.4%)",
+        "named right: 92.5% of 40 runs (95 %: 79.6%…98.4%)",
+        "false alarms: 0.0% of 200 runs (95 %: 0.0%…1.8%)",
+        "goal, every defect named right in 19 of 20 runs: missed: numb (18 of 20)",
+        "goal, no false alarm in 200 clean runs: met",
+    ]
+
+
+def test_a_goal_that_few_runs_cannot_show_is_not_called_met() -> None:
+    found = Seen(Finding("wedged", Severity.HIGH, "", ("x",), 1), "crowd", 2.0)
+    few = selftest_document([*of_one("deaf", 3, 3), Run(None, 1, (), 3.0)], 4)
+    assert few["goal_met"] and few["goal"]["too_few_runs"] == ["deaf"]
+    assert list(summary(few))[-2:] == [
+        "goal, every defect named right in 19 of 20 runs: holds so far, not shown: 1 of 1 defects have fewer than 20 runs",
+        "goal, no false alarm in 200 clean runs: holds so far, not shown: there were 1",
+    ]
+    loud = selftest_document([Run(None, 1, (), 3.0), Run(None, 2, (found,), 3.0)], 4)
+    assert list(summary(loud))[-2:] == [
+        "goal, every defect named right in 19 of 20 runs: not tried",
+        "goal, no false alarm in 200 clean runs: missed: 1 of 2",
+    ]
+    assert "incomplete: 2 of 4 servers were tried" in list(summary(loud))
 
 
 def test_less_than_planned_is_incomplete() -> None:
