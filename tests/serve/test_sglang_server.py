@@ -223,7 +223,10 @@ async def test_adapters_come_and_go() -> None:
 async def test_sessions_tokens_and_weights() -> None:
     async with talking() as (_server, client):
         assert (await client.post("/open_session", json={"capacity_of_str_len": 9, "session_id": "s"})).json() == "s"
-        assert (await client.post("/open_session", json={"session_id": "s"})).status_code == 400
+        assert (await client.post("/open_session", json={"capacity_of_str_len": 9, "session_id": "s"})).status_code == 400
+        for path in ("open", "close"):
+            missing = await client.post(f"/{path}_session", json={"session_id": "s"} if path == "open" else {})
+            assert missing.status_code == 400 and "must be" in missing.json()["message"]
         assert (await client.post("/close_session", json={"session_id": "s"})).status_code == 200
         told = (await client.post("/v1/tokenize", json={"model": "m", "prompt": "orange holly"})).json()
         assert told["count"] == len(told["tokens"])
