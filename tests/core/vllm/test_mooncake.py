@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from tests.core.rig import request
-from tests.core.vllm.kv_rig import NULLS, READ_NS, Pair, answer, decode_leg, prefill_leg
+from tests.core.vllm.kv_rig import NULLS, READ_NS, Node, Pair, answer, decode_leg, prefill_leg
 
 from windtunnel.core.lifecycle import State
 from windtunnel.core.outputs import FinishReason
@@ -14,7 +14,8 @@ from windtunnel.core.request import EngineRequest
 from windtunnel.core.transfer.backends import Fate
 from windtunnel.core.units import MS
 from windtunnel.core.vllm.connector.config import MOONCAKE, KvTransferConfig
-from windtunnel.core.vllm.connector.mooncake import MAX_PULLS, MooncakeConnector
+from windtunnel.core.vllm.connector.mooncake.connector import MooncakeConnector
+from windtunnel.core.vllm.connector.mooncake.pulls import MAX_PULLS
 from windtunnel.core.vllm.connector.params import ID_LIMIT_BYTES
 from windtunnel.core.vllm.connector.seam import AskHandshake, Peer, Pull, Pulled, Pulls, StartWrite
 
@@ -56,6 +57,12 @@ class Mooncake(Pair):
 
     def writes(self) -> list[StartWrite]:
         return [ask for _name, ask in self.asked if isinstance(ask, StartWrite)]
+
+
+def mooncake_of(node: Node) -> MooncakeConnector:
+    connector = node.engine.connector
+    assert isinstance(connector, MooncakeConnector)
+    return connector
 
 
 def children(leg: EngineRequest, *numbers: int) -> list[EngineRequest]:
@@ -113,10 +120,8 @@ def test_what_the_numbers_say() -> None:
 
 def test_blocks_that_are_scattered_need_more_descriptors() -> None:
     pair = Mooncake()
-    connector = pair.p.engine.connector
-    assert isinstance(connector, MooncakeConnector)
     ask = StartWrite(1, "a", Peer("d", "d", 1), "b", (1, 2, 3, 7, 8), (4, 5, 9, 10, 11), 0)
-    assert connector._descriptors(ask) == 3 * 32
+    assert mooncake_of(pair.p).sender.descriptors(ask) == 3 * 32
 
 
 def test_the_bootstrap_server_is_asked_once() -> None:
@@ -179,9 +184,10 @@ def test_refused_twice_under_one_id() -> None:
         assert pair.d.engine.release_remote(to_d("a"), pair.now_ns)
         pair.pump(pair.d)
         pair.run(lambda: bool(pair.words(Pulls)))
-    assert len(pair.d.engine.connector._pulling) == 2
-    pair.run(lambda: not pair.d.engine.connector._pulling)
-    assert not pair.d.engine.connector._asked
+    pulls = mooncake_of(pair.d).pulls
+    assert len(pulls) == 2
+    pair.run(lambda: not pulls)
+    assert not pulls._asked
     pair.rest()
 
 
@@ -458,8 +464,8 @@ def test_what_waited_for_nothing_leaves_nothing_behind() -> None:
     pair = Mooncake()
     pair.ask_d("a")
     pair.rest()
-    connector = pair.p.engine.connector
-    assert isinstance(connector, MooncakeConnector) and not connector._transfers and not connector._batches
+    sender = mooncake_of(pair.p).sender
+    assert not sender._transfers and not sender._batches
 
 
 def test_a_pull_that_waited_for_an_aborted_prefill_is_not_served_by_another_one_with_its_id() -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 from pydantic import BaseModel, Field
 
-from windtunnel.core.vllm.connector.mooncake import MAX_PULLS
+from windtunnel.core.vllm.connector.mooncake.pulls import MAX_PULLS
 from windtunnel.core.vllm.connector.params import HOST_LIMIT_BYTES, ID_LIMIT_BYTES, MAX_BLOCK, MAX_BLOCKS, is_text
 from windtunnel.core.vllm.connector.seam import Peer, Pull, Pulled, Pulls
 

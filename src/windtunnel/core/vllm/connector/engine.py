@@ -11,7 +11,7 @@ from windtunnel.core.vllm.config import VllmEngineConfig
 from windtunnel.core.vllm.connector.base import Connector
 from windtunnel.core.vllm.connector.config import KvTransferConfig
 from windtunnel.core.vllm.connector.loads import LOAD_FAILED, Fatal, Freed, Loaded, LoadFailed, Outcome, Overwrote
-from windtunnel.core.vllm.connector.mooncake import MooncakeConnector
+from windtunnel.core.vllm.connector.mooncake.connector import MooncakeConnector
 from windtunnel.core.vllm.connector.nixl import NixlConnector
 from windtunnel.core.vllm.connector.scheduler import ConnectorCompletion, ConnectorScheduler
 from windtunnel.core.vllm.connector.seam import Arrived, Ask, Handshake, Report

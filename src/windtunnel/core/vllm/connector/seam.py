@@ -102,7 +102,7 @@ class Pulled(NamedTuple):
     reason: str | None = None
     """Why not; None: the write has landed."""
     digest: str = ""
-    """Of the prompt whose KV was written (`mooncake.digest_of`): a decode sees by it that the blocks are another prompt's."""
+    """Of the prompt whose KV was written (`mooncake.pulls.digest_of`): by it a decode sees that the blocks are another's."""
     last: bool = True
     """The last answer to a `Pulls`."""
 
