@@ -33,7 +33,7 @@ from windtunnel.core.vllm.connector.seam import (
     StartWrite,
 )
 from windtunnel.serve.clock import make_alarm, now_ns
-from windtunnel.serve.sglang.sockets import Peers, RankSockets
+from windtunnel.serve.pd.sockets import Peers, RankSockets
 from windtunnel.serve.vllm_pd.memory import Region
 
 log = logging.getLogger("windtunnel.serve")

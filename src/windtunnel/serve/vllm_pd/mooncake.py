@@ -21,7 +21,7 @@ from windtunnel.core.vllm.connector.seam import Arrived, HandshakeDone, Notify, 
 from windtunnel.serve.beside import Beside
 from windtunnel.serve.clock import now_ns
 from windtunnel.serve.driver import EngineDriver
-from windtunnel.serve.sglang.http_client import HttpAsker, NoAnswer
+from windtunnel.serve.pd.http_client import HttpAsker, NoAnswer
 from windtunnel.serve.transfer import sim_backend
 from windtunnel.serve.vllm_pd.base import SimMover, Transport
 from windtunnel.serve.vllm_pd.bootstrap import Registry, build

@@ -27,7 +27,7 @@ from windtunnel.core.vllm.connector.seam import (
     StartWrite,
 )
 from windtunnel.serve.clock import now_ns
-from windtunnel.serve.sglang.sockets import RankSockets
+from windtunnel.serve.pd.sockets import RankSockets
 from windtunnel.serve.vllm_pd.base import LOST, Mover, Transport
 from windtunnel.serve.vllm_pd.memory import NO_REGION, Region
 from windtunnel.serve.vllm_pd.side_channel import SideChannel, shake_hands

@@ -1,4 +1,4 @@
-"""Small HTTP questions of P/D workers to bootstrap servers."""
+"""Small HTTP questions to bootstrap servers."""
 
 import json
 import logging
