@@ -393,6 +393,17 @@ def test_a_prefill_that_is_not_found_fails_the_request(told: dict[str, str]) -> 
     pair.rest()
 
 
+def test_a_false_address_fails_its_own_request_alone() -> None:
+    """In the same turn, with a good engine's id: nobody answers there."""
+    pair = Mooncake()
+    pair.ask_p("b", 40)
+    false = decode_leg("a", to_d("a", remote_bootstrap_addr="http://q:1"), 40)
+    pair.submit(pair.d, false, decode_leg("b", to_d("b"), 40))
+    pair.done("a", "b")
+    assert pair.d.finish["a-d"] is FinishReason.ERROR and pair.d.tokens["b-d"] == answer("b")
+    pair.rest()
+
+
 @pytest.mark.parametrize("missing", ["transfer_id", "remote_engine_id", "remote_bootstrap_addr"])
 def test_a_decode_without_whole_parameters_waits_for_ever(missing: str) -> None:
     """It counts the prompt as loaded elsewhere before it looks at the rest, and asks nobody."""

@@ -33,8 +33,8 @@ class PullBook:
     def __init__(self, config: KvTransferConfig, peers: PeerBook) -> None:
         self._config = config
         self._peers = peers
-        self._unsent: dict[str, _Asked] = {}
-        """Of this turn, by engine id; all of them share their patience."""
+        self._unsent: dict[Peer, _Asked] = {}
+        """Of this turn; those to one peer share their patience."""
         self._pulling: dict[str, _Asked] = {}
         """By our request id."""
         self._asked: dict[int, _Asked] = {}
@@ -47,7 +47,7 @@ class PullBook:
 
     def add(self, peer: Peer, pull: Pull, now_ns: int) -> None:
         """It goes out with the others of this turn."""
-        asked = self._unsent.setdefault(peer.engine_id, _Asked(peer))
+        asked = self._unsent.setdefault(peer, _Asked(peer))
         asked.pulls[pull.request_id] = pull
         self._pulling[pull.request_id] = asked
         self._be_patient(asked, now_ns)
