@@ -14,6 +14,8 @@ from windtunnel.core.request import EngineRequest
 from windtunnel.core.transfer.backends import Fate
 from windtunnel.core.units import MS
 from windtunnel.core.vllm.connector.config import MOONCAKE, KvTransferConfig
+from windtunnel.core.vllm.connector.engine import MAX_TURNS
+from windtunnel.core.vllm.connector.mooncake import sender as sender_module
 from windtunnel.core.vllm.connector.mooncake.connector import MooncakeConnector
 from windtunnel.core.vllm.connector.mooncake.pulls import MAX_PULLS
 from windtunnel.core.vllm.connector.params import ID_LIMIT_BYTES
@@ -378,6 +380,24 @@ def test_twice_as_many_pulls_as_workers_fill_a_prefill_and_a_good_one_waits_behi
     pair.rest()
 
 
+def test_what_waits_for_a_place_is_limited_by_its_size_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Mooncake(kv={"num_workers": 1}, decode={"num_blocks": 400})
+    sender = mooncake_of(pair.p).sender
+    for name in ("x", "y", "a"):
+        pair.ask_d(name)
+        pair.run(lambda name=name: waiting(pair, name))
+    pair.run(lambda: bool(sender._queue))
+    monkeypatch.setattr(sender_module, "MAX_QUEUED_BYTES", sender._queued_bytes + 300)
+    pair.ask_d("b")
+    pair.done("b")
+    assert pair.d.finish["b-d"] is FinishReason.ERROR and pair.now_ns < PATIENCE_NS
+    for name in ("x", "y", "a"):
+        pair.ask_p(name)
+    pair.done("x", "y", "a")
+    assert not sender._queued_bytes and pair.d.tokens["a-d"] == answer("a")
+    pair.rest()
+
+
 # The bootstrap server, and bad parameters
 
 
@@ -539,6 +559,19 @@ def test_a_longer_prompt_under_the_same_id_is_refused() -> None:
 
 
 # Death
+
+
+def test_timers_that_stay_due_are_an_error_and_not_a_loop_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = iter(range(10 * MAX_TURNS))
+
+    def due() -> int:
+        assert next(calls, None) is not None, "for ever"
+        return 0
+
+    pair = Mooncake()
+    monkeypatch.setattr(mooncake_of(pair.p), "next_event_at", due)
+    with pytest.raises(RuntimeError, match=r"MooncakeConnector at 0 ns: timers are due after 1000 turns, too; .*holds"):
+        pair.p.engine.advance(7)
 
 
 def test_a_dead_engine_forgets_everything() -> None:

@@ -41,6 +41,9 @@ class Handshake(NamedTuple):
     tp_size: int = 1
 
 
+_PULL_BYTES, _BLOCK_BYTES = 256, 36
+"""Of CPython's: a tuple and two texts; a number and the place that it has."""
+
 # Notifications: what engines tell one another. `wire.vllm.nixl` has their bytes.
 
 
@@ -92,6 +95,12 @@ class Pulls(NamedTuple):
     decode: Peer
     """Where to write, and who is to be answered."""
     pulls: tuple[Pull, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """About what it takes in memory while it waits."""
+        ids = sum(len(one.request_id) + len(one.transfer_id) for one in self.pulls)
+        return ids + _PULL_BYTES * len(self.pulls) + _BLOCK_BYTES * sum(len(one.blocks) for one in self.pulls)
 
 
 class Pulled(NamedTuple):

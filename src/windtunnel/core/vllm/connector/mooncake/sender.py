@@ -15,8 +15,8 @@ from windtunnel.core.vllm.connector.seam import Notify, Peer, Pull, Pulled, Pull
 
 FAILED_TRANSFERS = "mooncake_num_failed_transfers"
 EXPIRED = "mooncake_num_kv_expired_reqs"
-MAX_QUEUED = 4096
-"""`Pulls` that wait for a place; a further one is answered with an error. vLLM's queue has no end."""
+MAX_QUEUED, MAX_QUEUED_BYTES = 4096, 64 * 1024 * 1024
+"""`Pulls` that wait for a place, and what they take together; a further one is refused. vLLM's queue has no end."""
 NOT_READY = "Timeout waiting for P side ready."
 TOO_FEW = "P num blocks less than D"
 
@@ -74,6 +74,7 @@ class Sender:
         """Request id of each hold → its transfer's id."""
         self._batches: list[_Batch] = []
         self._queue: deque[Pulls] = deque()
+        self._queued_bytes = 0
         self._writes: dict[int, _Write] = {}
         self._done: list[Hold] = []
         """Holds that somebody has pulled; those that a write still needs are among them."""
@@ -125,8 +126,9 @@ class Sender:
     def admit(self, pulls: Pulls, now_ns: int) -> None:
         if len(self._batches) < self._places:
             self._begin(pulls, now_ns)
-        elif len(self._queue) < MAX_QUEUED:
+        elif len(self._queue) < MAX_QUEUED and self._queued_bytes + pulls.size_bytes <= MAX_QUEUED_BYTES:
             self._queue.append(pulls)
+            self._queued_bytes += pulls.size_bytes
         else:
             for at, pull in enumerate(pulls.pulls, 1):
                 self._say(pulls.decode, Pulled(pull.request_id, "too many pulls wait here", last=at == len(pulls.pulls)))
@@ -233,7 +235,9 @@ class Sender:
     def sweep(self, now_ns: int) -> list[Outcome]:
         """Places that have become free go to those in the queue, and blocks that were only to be let go are free."""
         while self._queue and len(self._batches) < self._places:
-            self._begin(self._queue.popleft(), now_ns)
+            pulls = self._queue.popleft()
+            self._queued_bytes -= pulls.size_bytes
+            self._begin(pulls, now_ns)
         done = [hold for hold in self._done if not hold.moving]
         self._done = [hold for hold in self._done if hold.moving]
         for hold in done:
@@ -271,6 +275,7 @@ class Sender:
             self._done,
         ):
             book.clear()
+        self._queued_bytes = 0
         return freed
 
     # Looking in
