@@ -173,10 +173,10 @@ def worker_addresses(body: bytes) -> dict[str, str]:
 
 
 def engine_ids(body: bytes) -> dict[int, str]:
-    """The same: of each data-parallel rank its engine id, at least one. Raises MooncakeError."""
+    """The same: of each data-parallel rank its engine id, from one to `RANKS_LIMIT` of them. Raises MooncakeError."""
     ids = {int(rank): entry.engine_id for rank, entry in _entries(body).items() if re.fullmatch("[0-9]{1,9}", rank)}
-    if not ids:
-        raise MooncakeError("no engine is registered")
+    if not 0 < len(ids) <= RANKS_LIMIT:
+        raise MooncakeError(f"{len(ids)} engines are registered: must be 1 to {RANKS_LIMIT}")
     return ids
 
 
