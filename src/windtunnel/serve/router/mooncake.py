@@ -4,8 +4,8 @@ Both legs leave at once, under one transfer id. The prefill's leg belongs to nob
 client that leaves does not end it; the decode's leg ends with its client. Prefills take turns, each with all its data-parallel
 ranks, whose engine ids its bootstrap server has told.
 
-Different from there: legs of prefills have a limit, the server is asked when it is needed and again every `AGAIN_S` (there once,
-at the start), a decode's error status is passed on (there the answer has begun as a 200), and messages, responses and tokens in
+Different from there: legs of prefills have a limit, the server is asked when it is needed and again after `AGAIN_S` (there at
+the start), a decode's error status is passed on (there the answer has begun as a 200), and messages, responses and tokens in
 are paired as well.
 """
 
