@@ -141,24 +141,30 @@ class EngineDriver:
         self._alarm.close()
 
     def _run(self) -> None:
-        """One turn: everything that is due. An engine that is as fast as possible is always due, so a turn has a limit."""
+        """One turn: what is due at this instant.
+
+        Whatever falls due meanwhile is another turn's work, because the frames of this one are not sent before it ends. An engine
+        that is as fast as possible is always due at the instant of its last step, so a turn has a limit.
+        """
         self._soon = False
         self._at = None
         if self._closed:
             return
         self._cork.active = True
         try:
-            tokens, until_ns = 0, now_ns() + _TURN_NS
-            while tokens < _TOKENS_PER_TURN and self._is_due(until_ns):
+            tokens, at_ns = 0, now_ns()
+            until_ns = at_ns + _TURN_NS
+            while tokens < _TOKENS_PER_TURN and self._is_due(at_ns) and now_ns() <= until_ns:
                 tokens += self._advance()
+                at_ns = self._run_ns
         finally:
             self._cork.release()
         self._turn_ended_ns = now_ns()
         self.wake()
 
-    def _is_due(self, until_ns: int) -> bool:
+    def _is_due(self, by_ns: int) -> bool:
         at_ns = self._machine.next_event_at()
-        return at_ns is not None and at_ns <= now_ns() <= until_ns
+        return at_ns is not None and at_ns <= by_ns
 
     def _advance(self) -> int:
         """Run the engine once; the number of outputs, and at least 1."""
