@@ -19,7 +19,7 @@ from bench.harness import CLIENT_CORE, connect, drain, percentile, pin, server, 
 from windtunnel.core.kv.hashing import BlockHasher
 from windtunnel.core.tokenizer import BuiltinTokenizer
 from windtunnel.serve.config import GenerationConfig
-from windtunnel.serve.planning import SWITCH_INTERVAL_S, prepare
+from windtunnel.serve.planning import SWITCH_INTERVAL_S, PrefixReader, prepare
 from windtunnel.serve.sources import SourceMaker
 from windtunnel.wire.env import ServerEnv
 from windtunnel.wire.vllm import completions
@@ -104,11 +104,12 @@ def _holds_ms(bodies: Sequence[bytes]) -> tuple[float, float]:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     tokenizer = BuiltinTokenizer()
     env = ServerEnv(("bench-model",), tokenizer, 131072, lambda: "0" * 16, lambda: 0)
-    hasher, identity = BlockHasher("sha256", 16), SourceMaker(GenerationConfig(), tokenizer).identity
+    prefix = PrefixReader(BlockHasher("sha256", 16), lambda _hashes: ())
+    identity = SourceMaker(GenerationConfig(), tokenizer).identity
 
     def read() -> None:
         for body in bodies:
-            prepare(completions.plan(body, {"content-type": "application/json"}, env), hasher, identity)
+            prepare(completions.plan(body, {"content-type": "application/json"}, env), prefix, identity)
 
     reader = threading.Thread(target=read)
     reader.start()

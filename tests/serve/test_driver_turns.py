@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from windtunnel.core.outputs import StepOutput, TokenOutput
 from windtunnel.serve import driver as module
 from windtunnel.serve.driver import EngineDriver
 
@@ -24,20 +25,22 @@ class FakeEngine:
         self.events = events
         self.at_once = 0
         """So many further steps are each due at the instant of the one before."""
+        self.outputs = 1
+        """What each step makes."""
         self.ran: list[int] = []
         self._after = after
 
     def next_event_at(self) -> int | None:
         return self.events[0] if self.events else None
 
-    def advance(self, now_ns: int) -> list[Any]:
+    def advance(self, now_ns: int) -> list[StepOutput]:
         self.events = [at for at in self.events if at > now_ns]
         if self.at_once:
             self.at_once -= 1
             self.events.insert(0, now_ns)
         self.ran.append(now_ns)
         self._after()
-        return []
+        return [StepOutput(now_ns, [TokenOutput("r", (1,))] * self.outputs)]
 
 
 class FakeCork:
@@ -111,3 +114,12 @@ def test_what_is_due_at_the_instant_of_the_last_step_shares_its_turn(monkeypatch
     rig.driver._run()
     assert rig.engine.ran == [1_000_000, 1_050_000, 1_100_000, 1_150_000]
     assert rig.loop.soon == 0
+
+
+def test_a_step_that_makes_nothing_ends_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long prompt is computed in many steps at one instant: others must not wait for all of them."""
+    rig = Rig(monkeypatch, [0, 5_000_000])
+    rig.takes_ns, rig.engine.at_once, rig.engine.outputs = 50_000, 3, 0
+    for turns in (1, 2, 3):
+        rig.driver._run()
+        assert (len(rig.engine.ran), rig.loop.soon) == (turns, turns)

@@ -143,8 +143,9 @@ class EngineDriver:
     def _run(self) -> None:
         """One turn: what is due at this instant.
 
-        Whatever falls due meanwhile is another turn's work, because the frames of this one are not sent before it ends. An engine
-        that is as fast as possible is always due at the instant of its last step, so a turn has a limit.
+        Whatever falls due meanwhile is another turn's work, because the frames of this one are not sent before it ends; so is
+        what follows a step that made none, as the next piece of a long prompt does. An engine that is as fast as possible is
+        always due at the instant of its last step, so a turn has a limit.
         """
         self._soon = False
         self._at = None
@@ -152,11 +153,13 @@ class EngineDriver:
             return
         self._cork.active = True
         try:
-            tokens, at_ns = 0, now_ns()
-            until_ns = at_ns + _TURN_NS
+            at_ns = now_ns()
+            tokens, until_ns = 0, at_ns + _TURN_NS
             while tokens < _TOKENS_PER_TURN and self._is_due(at_ns) and now_ns() <= until_ns:
-                tokens += self._advance()
-                at_ns = self._run_ns
+                made = self._advance()
+                if not made:
+                    break
+                tokens, at_ns = tokens + made, self._run_ns
         finally:
             self._cork.release()
         self._turn_ended_ns = now_ns()
@@ -167,9 +170,9 @@ class EngineDriver:
         return at_ns is not None and at_ns <= by_ns
 
     def _advance(self) -> int:
-        """Run the engine once; the number of outputs, and at least 1."""
+        """Run the engine once; the number of outputs."""
         self._run_ns = started_ns = now_ns()
-        outputs = 1
+        outputs = 0
         for step in self._machine.advance(started_ns):
             self._show(step, started_ns)
             outputs += len(step.outputs)

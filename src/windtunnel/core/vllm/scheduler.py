@@ -356,7 +356,7 @@ class VllmScheduler:
             return []
         limit = (sequence.num_tokens - 1) // self.config.block_size
         find = self.pool.lookup if self.pool.tier is None else self.pool.lookup_tiers
-        return find(sequence.block_hashes(self.hasher, limit), limit)
+        return find(sequence.block_hashes(self.hasher, limit), limit, sequence.request.prompt_blocks)
 
     def _fits(self, sequence: VllmSequence, hits: list[int], wanted: int) -> bool:
         """The gate for the whole prompt, the watermark, and the blocks of this chunk."""
