@@ -3,8 +3,8 @@
 100 streams run with 20 ms between tokens, started at random moments. Short windows follow each other round after round: nothing
 else runs, long prompts arrive as text, long prompts arrive as token ids; in the latter two about twice a second, each twice.
 So the machine's own noise hits all three alike, and the figure is the difference between windows of one round (`*_over_alone`,
-the median over the rounds). A stream's schedule is its own best alignment, as in `bench.lateness`. What a long prompt can add in
-CPU time, which no neighbour changes, is `bench.loop_holds`.
+the median over the rounds). A stream's schedule is its own best alignment, as in `bench.lateness`. What a long prompt can add
+in CPU time, which no neighbour changes, is `bench.loop_holds`.
 
 The time of a long prompt is that of a whole request for one token; beside the milliseconds stands its ratio to a loop of a
 million additions in the same interpreter, which a busy machine slows down alike.

@@ -1,11 +1,13 @@
 """When the driver wakes: dense deadlines share a turn, lone ones and overdue ones do not wait."""
 
+import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from windtunnel.core.outputs import StepOutput, TokenOutput
+from windtunnel.core.pacing import Duration, Pacing, RequestPacing, StepPacing, is_instant
 from windtunnel.serve import driver as module
 from windtunnel.serve.driver import EngineDriver
 
@@ -99,17 +101,18 @@ def test_what_is_overdue_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_falls_due_during_a_turn_waits_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """The frames of a turn are not sent before it ends: a step more would make them late."""
-    rig = Rig(monkeypatch, [0, 30_000, 60_000])
-    rig.takes_ns = 50_000
+    rig = Rig(monkeypatch, [0, 30_000, 5_000_000])
+    rig.takes_ns, rig.engine.at_once = 50_000, 1
     rig.driver._run()
     assert (rig.engine.ran, rig.loop.soon) == ([1_000_000], 1)
     rig.driver._run()
-    assert (rig.engine.ran, rig.loop.soon) == ([1_000_000, 1_050_000], 2)
+    assert (rig.engine.ran, rig.loop.soon) == ([1_000_000, 1_050_000], 1)
 
 
-def test_what_is_due_at_the_instant_of_the_last_step_shares_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it is with an engine that is as fast as possible: a write for each step of each stream would be most of its work."""
+def test_steps_of_an_engine_as_fast_as_possible_share_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A write for each step of each stream would be most of its work."""
     rig = Rig(monkeypatch, [0, 5_000_000])
+    rig.driver.front(StepPacing(0, 0, 0), random.Random(0))
     rig.takes_ns, rig.engine.at_once = 50_000, 3
     rig.driver._run()
     assert rig.engine.ran == [1_000_000, 1_050_000, 1_100_000, 1_150_000]
@@ -119,7 +122,23 @@ def test_what_is_due_at_the_instant_of_the_last_step_shares_its_turn(monkeypatch
 def test_a_step_that_makes_nothing_ends_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """A long prompt is computed in many steps at one instant: others must not wait for all of them."""
     rig = Rig(monkeypatch, [0, 5_000_000])
+    rig.driver.front(StepPacing(0, 0, 0), random.Random(0))
     rig.takes_ns, rig.engine.at_once, rig.engine.outputs = 50_000, 3, 0
     for turns in (1, 2, 3):
         rig.driver._run()
         assert (len(rig.engine.ran), rig.loop.soon) == (turns, turns)
+
+
+@pytest.mark.parametrize(
+    ("pacing", "instant"),
+    [
+        (StepPacing(0, 0, 0), True),
+        (StepPacing(0, 1000, 0), True),
+        (StepPacing(0, 0, 1), False),
+        (StepPacing(1, 0, 0), False),
+        (RequestPacing(random.Random(0), ttft=Duration(1)), True),
+        (RequestPacing(random.Random(0), itl=Duration(1)), False),
+    ],
+)
+def test_which_pacing_is_as_fast_as_possible(pacing: Pacing, instant: bool) -> None:
+    assert is_instant(pacing) is instant

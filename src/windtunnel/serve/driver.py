@@ -12,7 +12,7 @@ from typing import Protocol
 from windtunnel.core.engine import Engine
 from windtunnel.core.fronted import FrontedEngine
 from windtunnel.core.outputs import Refusal, StepOutput, TokenOutput
-from windtunnel.core.pacing import Draws, Pacing
+from windtunnel.core.pacing import Draws, Pacing, is_instant
 from windtunnel.core.profile import ProfilePacing
 from windtunnel.core.request import EngineRequest
 from windtunnel.core.units import MS
@@ -69,6 +69,7 @@ class EngineDriver:
         self._observers = tuple(observers)
         self._listeners: dict[str, Listener] = {}
         self._alarm = make_alarm(loop, self._run)
+        self._instant = False
         self._soon = False
         self._at: int | None = None
         self._turn_ended_ns = 0
@@ -84,6 +85,7 @@ class EngineDriver:
     def front(self, pacing: Pacing, draws: Draws) -> None:
         """Put the engine behind the front end of its `pacing`, if that has one. What an earlier one holds goes on at once."""
         now, earlier = now_ns(), self._machine
+        self._instant = is_instant(pacing)
         self._machine = FrontedEngine(self.engine, pacing, draws) if isinstance(pacing, ProfilePacing) else self.engine
         if isinstance(earlier, FrontedEngine):
             self._show(StepOutput(now, earlier.let_go(now)), now)
@@ -141,11 +143,9 @@ class EngineDriver:
         self._alarm.close()
 
     def _run(self) -> None:
-        """One turn: what is due at this instant.
+        """One turn: what is due at this instant. Whatever falls due meanwhile waits, as the frames of a turn wait for its end.
 
-        Whatever falls due meanwhile is another turn's work, because the frames of this one are not sent before it ends; so is
-        what follows a step that made none, as the next piece of a long prompt does. An engine that is as fast as possible is
-        always due at the instant of its last step, so a turn has a limit.
+        An engine that is as fast as possible is late for nobody: there several steps share a turn, and a write.
         """
         self._soon = False
         self._at = None
@@ -153,21 +153,18 @@ class EngineDriver:
             return
         self._cork.active = True
         try:
-            at_ns = now_ns()
-            tokens, until_ns = 0, at_ns + _TURN_NS
-            while tokens < _TOKENS_PER_TURN and self._is_due(at_ns) and now_ns() <= until_ns:
+            tokens, until_ns = 0, now_ns() + _TURN_NS
+            while tokens < _TOKENS_PER_TURN and self._is_due(until_ns):
                 made = self._advance()
-                if not made:
-                    break
-                tokens, at_ns = tokens + made, self._run_ns
+                tokens += made if made and self._instant else _TOKENS_PER_TURN
         finally:
             self._cork.release()
         self._turn_ended_ns = now_ns()
         self.wake()
 
-    def _is_due(self, by_ns: int) -> bool:
+    def _is_due(self, until_ns: int) -> bool:
         at_ns = self._machine.next_event_at()
-        return at_ns is not None and at_ns <= by_ns
+        return at_ns is not None and at_ns <= now_ns() <= until_ns
 
     def _advance(self) -> int:
         """Run the engine once; the number of outputs."""

@@ -363,11 +363,11 @@ class VllmScheduler:
         whole = self._blocks_for(sequence.num_tokens)
         if whole > self.pool.usable_blocks:
             return False
-        free = self.pool.free_blocks - self.pool.idle_among(hits)
-        if self.config.reserve_full_isl and whole - len(hits) > free:
-            return False
-        margin = self.config.watermark_blocks if self.running else 0
-        return wanted <= free - margin
+        needed = wanted + (self.config.watermark_blocks if self.running else 0)
+        if self.config.reserve_full_isl:
+            needed = max(needed, whole - len(hits))
+        free = self.pool.free_blocks
+        return needed <= free - len(hits) or needed <= free - self.pool.idle_among(hits)
 
     def _enter_running(self, sequence: VllmSequence, hit_blocks: int) -> None:
         self.waiting.remove(sequence)
