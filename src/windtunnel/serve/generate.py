@@ -74,7 +74,7 @@ class GenerateRoute:
             self._check_choices(generation)
         except WireError as error:
             if error.kind not in _BEFORE_THE_HANDLER:
-                self._refused(kv_transfer_of(body))
+                self._refused(await self._server.planner.run(len(body), partial(kv_transfer_of, body)))
             raise
         return self._server.recorded.attach(generation, body) if self._server.recorded else generation
 
