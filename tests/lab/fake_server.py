@@ -67,6 +67,8 @@ class FakeServer:
     drifted: int = 0
     live: dict[str, str] = field(default_factory=dict)
     """Request id → state, for `/debug/requests`; filled by tests."""
+    shown: list[dict[str, str]] = field(default_factory=list)
+    """Further entries of `/debug/requests`."""
     held: list[str] = field(default_factory=list)
     """Request ids, for `/debug/disaggregation`; filled by tests."""
     debug: bool = False
@@ -120,7 +122,7 @@ class FakeServer:
             await answer(writer, 404, "")
         elif path == "/debug/requests" and self.debug:
             live = [{"request_id": key, "state": state} for key, state in self.live.items()]
-            await answer(writer, 200, json.dumps({"live": live}))
+            await answer(writer, 200, json.dumps({"live": [*live, *self.shown]}))
         elif path == "/debug/disaggregation" and self.debug:
             await answer(writer, 200, json.dumps([{"holds": [{"request_id": one} for one in self.held]}]))
         elif path == "/abort_requests":

@@ -152,9 +152,9 @@ async def test_who_is_held_is_released_when_a_client_process_dies() -> None:
     assert [record.end for record in records] == [End.LEFT, End.CLIENT_DIED]
 
 
-async def test_states_of_the_target_are_asked_for_by_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("windtunnel.lab.states.PATIENCE_NS", 60 * S)
-    plan = replace(SPREAD, when=Trigger(Moment.QUEUED, 0), victim=Shape(max_tokens=100_000), survivors=0, bystanders=0)
+async def test_states_of_the_target_are_asked_for_by_message() -> None:
+    patient = replace(SPREAD, survivors=0, bystanders=0, state_patience_ns=60 * S)
+    plan = replace(patient, when=Trigger(Moment.QUEUED, 0), victim=Shape(max_tokens=100_000))
     async with fake(itl_s=0.001) as (server, target):
         server.debug = True
         storm = asyncio.create_task(run_storm(target, plan))
