@@ -266,10 +266,12 @@ async def test_keys() -> None:
 
 async def test_debug_requests_shows_where_a_request_is() -> None:
     async with talking(pacing__itl_ns=NEVER_NS) as (server, client):
-        task = asyncio.ensure_future(client.post("/generate", json=BODIES["/generate"] | {"rid": "stuck"}))
+        body = BODIES["/generate"] | {"rid": "stuck", "text": "of [wt:2a] alone"}
+        task = asyncio.ensure_future(client.post("/generate", json=body))
         await server.until(lambda: server.states() == ["decode"])
         (view,) = (await client.get("/debug/requests")).json()["live"]
         assert (view["request_id"], view["state"], view["family"]) == ("stuck", "decode", "sglang_generate")
+        assert view["identity"] == f"{oracle.identity_of_tag('2a'):016x}", "however it has come"
         assert view["resources"]
         task.cancel()
 

@@ -17,7 +17,7 @@ from windtunnel.serve.http11 import LINE, ClientLine
 from windtunnel.serve.jobs import Job
 from windtunnel.serve.orca import ASKED as ORCA
 from windtunnel.serve.orca import Header, load_header
-from windtunnel.serve.planning import OFF_LOOP_BYTES, prepare
+from windtunnel.serve.planning import OFF_LOOP_BYTES
 from windtunnel.serve.seams import Abort, WriteFailed
 from windtunnel.serve.streams import Answer, CollectedAnswer, StreamedAnswer
 from windtunnel.wire.family import Family, Generation, Usage, WireError
@@ -74,7 +74,7 @@ class GenerateRoute:
             self._check_choices(generation)
         except WireError as error:
             if error.kind not in _BEFORE_THE_HANDLER:
-                self._refused(kv_transfer_of(body))
+                self._refused(await self._server.planner.run(len(body), partial(kv_transfer_of, body)))
             raise
         return self._server.recorded.attach(generation, body) if self._server.recorded else generation
 
@@ -209,9 +209,8 @@ async def planned(server: "Server", size_bytes: int, plan: Callable[[], Generati
     """What `plan` makes of a request. A large one is planned on another thread, with all that is long for a long prompt."""
     if size_bytes < OFF_LOOP_BYTES:
         return plan()
-    hasher = server.flavour.hasher(server.engine) if server.config.scheduler.enable_prefix_caching else None
-    identity = server.sources.identity
-    return await server.planner.run(size_bytes, lambda: prepare(plan(), hasher, identity))
+    prepared = server.preparing()
+    return await server.planner.run(size_bytes, lambda: prepared(plan()))
 
 
 class End:
