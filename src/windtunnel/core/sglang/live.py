@@ -64,8 +64,8 @@ class LiveSequences:
                 raise ValueError(f"max_tokens is {request.max_tokens}: must be at least 1")
 
     def too_long(self, request: EngineRequest) -> Refusal | None:
-        tokens, limit = len(request.prompt_token_ids), self.config.max_request_tokens - 1
-        if tokens <= limit:
+        tokens, limit = len(request.prompt_token_ids), self.config.input_bound
+        if tokens < limit:
             return None
         message = (
             f"Input length ({tokens} tokens) exceeds the maximum allowed length ({limit} tokens). Use a shorter input or enable"
