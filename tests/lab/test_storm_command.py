@@ -71,6 +71,18 @@ async def test_a_folder_gets_document_report_and_junit(tmp_path: Path) -> None:
     assert suite.get("failures") == str(len(document["findings"]))
 
 
+async def test_a_target_with_one_api_is_asked_by_that_one_alone() -> None:
+    """Probes, known pairs and bystanders, too; and who names another one is told."""
+    async with fake("chat-only") as (server, url):
+        code, out, err = await storm(url, *SMALL, "--api", "chat", "--json")
+        refused, _, told = await storm(url, *SMALL, "--api", "completions")
+    document = json.loads(out)
+    assert (code, document["findings"]) == (0, []), err
+    assert document["oracle"] and document["bystanders"] == {"sent": 6, "non_200": 0, "harmed": 0, "by_status": {"200": 6}}
+    assert server.left == 4
+    assert refused == 2 and "does not answer a plain stream by completions" in told and "--api" in told
+
+
 async def test_report_makes_a_storms_files_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     async with fake() as (_, url):
         code, out, _ = await storm(url, *SMALL, "--json")

@@ -17,8 +17,6 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from windtunnel.core.units import S, parse_duration_ns
 from windtunnel.lab.connection import How, parse_origin
 from windtunnel.lab.plan import (
-    COMPLETION_BYSTANDER,
-    METRICS_BYSTANDER,
     Action,
     Api,
     BystanderKind,
@@ -30,6 +28,7 @@ from windtunnel.lab.plan import (
     check_plan,
     check_spoken,
     parse_trigger,
+    usual_bystanders,
 )
 from windtunnel.lab.target import parse_metrics_url
 from windtunnel.lab.trust import Trust, check_trust
@@ -193,7 +192,7 @@ class StormSection(_Section):
             victim=self.victim.shape(),
             survivor=self.survivor.shape(),
             bystanders=self.bystanders,
-            bystander_kinds=(METRICS_BYSTANDER, COMPLETION_BYSTANDER) if kinds is None else tuple(one.kind() for one in kinds),
+            bystander_kinds=usual_bystanders(self.victim.api) if kinds is None else tuple(one.kind() for one in kinds),
             bystander_concurrency=self.bystander_concurrency,
             bystander_gap_ns=scaled(self.bystander_gap),
             later=self.later,

@@ -56,7 +56,7 @@ class Extras:
     async def learn(self) -> None:
         """Ask some prompts twice; those that are answered alike twice are known."""
         for _ in range(self._plan.known):
-            first = await run_request(self._session, self._maker.ask(Role.KNOWN, 0, KNOWN_SHAPE))
+            first = await run_request(self._session, self._maker.ask(Role.KNOWN, 0, replace(KNOWN_SHAPE, api=self._plan.api)))
             second = await run_request(self._session, self._maker.again(first.ask, Role.KNOWN))
             self._streams += [first, second]
             if first.end is second.end is End.FINISHED and first.words == second.words:

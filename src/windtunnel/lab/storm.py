@@ -60,6 +60,7 @@ PROBE_TOKENS = 12
 STALE_PROBE_TOKENS = 48
 """SGLang writes some gauges every 40 decode steps; a shorter probe leaves them as they were."""
 PROBE_ATTEMPTS = 3
+NO_SUCH_API = (404, 405, 501)
 _MODELS_PATH = "/v1/models"
 """What a bystander gets instead of `/metrics` where there are none."""
 
@@ -117,7 +118,7 @@ async def _watch(storm: "_Storm", on_view: Callable[[StormView], None] | None) -
 def planned_asks(plan: StormPlan) -> Iterator[Ask]:
     """All generation requests of a plan, in the order in which they are made; the same seed makes the same ones."""
     maker = AskMaker(plan.seed)
-    yield maker.ask(Role.PROBE, 0, Shape(max_tokens=PROBE_TOKENS))
+    yield maker.ask(Role.PROBE, 0, Shape(plan.api, max_tokens=PROBE_TOKENS))
     for round_ in range(plan.rounds):
         for _ in range(plan.calm):
             yield maker.ask(Role.CALM, round_, plan.survivor)
@@ -207,12 +208,14 @@ class _Storm:
         """Ask plainly, again when the answer is not the oracle's: a target may answer every second request wrongly."""
         probes: list[StreamRecord] = []
         while len(probes) < PROBE_ATTEMPTS and not (probes and _speaks_oracle(probes[-1])):
-            probes.append(await run_request(self.session, self._ask(Role.PROBE, Shape(max_tokens=PROBE_TOKENS))))
+            probes.append(await run_request(self.session, self._ask(Role.PROBE, Shape(self.plan.api, max_tokens=PROBE_TOKENS))))
         self.streams += probes
         last = probes[-1]
         if not any(probe.end is End.FINISHED for probe in probes):
+            other = "; another API is named with --api, in an experiment file with api = in each request"
             raise TargetError(
-                f"{self.session.target.origin.url} does not answer a plain stream: {last.end.value}, {last.error}"
+                f"{self.session.target.origin.url} does not answer a plain stream by {self.plan.api.value}:"
+                f" {last.end.value}, {last.error}{other if last.status in NO_SUCH_API else ''}"
             )
         self._exact = len(last.words) == last.ask.max_tokens
         self._oracle = self.plan.oracle == "on" or (self.plan.oracle == "auto" and _speaks_oracle(last))
@@ -395,7 +398,7 @@ class _Storm:
             return
         self._at_deadline = self._last_usable()
         with self._phase("probe"):
-            await self._follow(self._ask(Role.PROBE, Shape(max_tokens=STALE_PROBE_TOKENS)))
+            await self._follow(self._ask(Role.PROBE, Shape(self.plan.api, max_tokens=STALE_PROBE_TOKENS)))
             for _ in range(LEAST_SAMPLES):
                 await asyncio.sleep(2 * self.plan.sample_every_ns / 1e9)
                 taken = await self.sampler.sample()
