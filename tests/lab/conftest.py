@@ -3,10 +3,11 @@
 import asyncio
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,14 @@ async def until(condition: Callable[[], bool]) -> None:
             return
         await asyncio.sleep(0.001)
     raise AssertionError("the state did not come")
+
+
+@pytest.fixture
+def deaf_port() -> Iterator[int]:
+    """Nobody listens there, and nobody else is given it meanwhile."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
 
 
 @pytest.fixture

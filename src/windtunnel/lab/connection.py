@@ -161,7 +161,7 @@ class Connection:
             context.set_alpn_protocols(alpn)
         try:
             reader, writer = await asyncio.open_connection(origin.host, origin.port, ssl=context, limit=HEAD_LIMIT_BYTES)
-        except (ssl.SSLError, ConnectionResetError) as error:
+        except (ssl.SSLError, ConnectionResetError, BrokenPipeError) as error:
             raise OSError(f"{error}{origin.unwelcome(error)}") from error
         raw = writer.get_extra_info("socket")
         if raw is not None:
@@ -232,7 +232,7 @@ class Connection:
         try:
             await self.send(request)
             return await self.head()
-        except ConnectionCut as error:
+        except (ConnectionCut, OSError) as error:
             raise ConnectionCut(f"{error}{origin.unwelcome(error)}") from error
 
     async def parts(self, head: Head) -> AsyncIterator[bytes]:
