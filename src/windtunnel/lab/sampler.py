@@ -93,6 +93,9 @@ class Sampler:
             due = max(due + every_ns, self._session.now_ns())
             await asyncio.sleep((due - self._session.now_ns()) / 1e9)
 
+    def last_usable(self) -> Sample | None:
+        return next((sample for sample in reversed(self.samples) if sample.usable), None)
+
     async def sample(self) -> Sample:
         """One sample, taken and told to the listeners."""
         session = self._session
