@@ -14,7 +14,8 @@ from windtunnel.core.units import MS, S
 from windtunnel.lab.client import Session
 from windtunnel.lab.connection import How
 from windtunnel.lab.document import storm_document
-from windtunnel.lab.findings import KINDS, Finding, find
+from windtunnel.lab.finding import Finding
+from windtunnel.lab.findings import KINDS, find
 from windtunnel.lab.plan import METRICS_BYSTANDER, Moment, Role, Shape, StormPlan, Trigger
 from windtunnel.lab.record import End, Sample, StormResult
 from windtunnel.lab.sampler import Sampler
