@@ -4,11 +4,12 @@ import asyncio
 from dataclasses import dataclass
 
 from windtunnel.lab.asks import AskMaker
-from windtunnel.lab.client import Session, run_request
+from windtunnel.lab.client import run_request
 from windtunnel.lab.oracle_check import Known, check_text
 from windtunnel.lab.plan import Role, Shape, StormPlan
 from windtunnel.lab.record import End, Sample, StreamRecord
 from windtunnel.lab.sampler import Sampler
+from windtunnel.lab.session import Session
 from windtunnel.lab.target import SettingError, Target, TargetError
 
 BASELINE_SAMPLES = 3

@@ -6,12 +6,13 @@ from dataclasses import replace
 from itertools import count
 
 from windtunnel.lab.asks import AskMaker
-from windtunnel.lab.client import Leave, Session
 from windtunnel.lab.clients import Clients, LocalClients
 from windtunnel.lab.connection import ConnectionCut, How, MalformedResponse, fetch
+from windtunnel.lab.leave import Leave
 from windtunnel.lab.plan import BystanderKind, Role, Shape, StormPlan
 from windtunnel.lab.record import Ask, BystanderRecord, End, StreamRecord
 from windtunnel.lab.sampler import Sampler
+from windtunnel.lab.session import Session
 
 _MODELS_PATH = "/v1/models"
 """What a bystander gets instead of `/metrics` where there are none."""

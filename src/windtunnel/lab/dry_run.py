@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from windtunnel.lab.asks import AskMaker
 from windtunnel.lab.baseline import probe_shape
-from windtunnel.lab.client import described
+from windtunnel.lab.links import described
 from windtunnel.lab.plan import Role, StormPlan
 from windtunnel.lab.record import Ask
 from windtunnel.lab.target import Target

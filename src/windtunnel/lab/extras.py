@@ -10,12 +10,14 @@ from dataclasses import replace
 
 from windtunnel.core.units import MS, S
 from windtunnel.lab.asks import AskMaker
-from windtunnel.lab.client import Leave, Session, run_request
+from windtunnel.lab.client import run_request
 from windtunnel.lab.connection import GRPC, How
+from windtunnel.lab.leave import Leave
 from windtunnel.lab.plan import Moment, Role, Shape, StormPlan, Trigger
 from windtunnel.lab.process_facts import alive
 from windtunnel.lab.record import DirectCheck, DrainRecord, End, KnownPair, StreamRecord
 from windtunnel.lab.sampler import Sampler, ScrapeError, scrape
+from windtunnel.lab.session import Session
 from windtunnel.lab.target import MetricsUrl, find_context, gauges_of, read_gauges
 
 KNOWN_SHAPE = Shape(prompt_words=8, max_tokens=24)

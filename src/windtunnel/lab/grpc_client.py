@@ -56,7 +56,7 @@ _CUTS = ("Socket closed", "Connection reset", "Broken pipe", "GOAWAY", "RST_STRE
 
 
 class Recorder(Protocol):
-    """What a call tells of what it sees (`lab.client`)."""
+    """What a call tells of what it sees (`lab.recorder`)."""
 
     ask: Ask
     error: str | None

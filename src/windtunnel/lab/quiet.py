@@ -2,11 +2,11 @@
 
 import asyncio
 
-from windtunnel.lab.client import Session
 from windtunnel.lab.outlived import watched_ns
 from windtunnel.lab.plan import StormPlan
 from windtunnel.lab.record import Sample
 from windtunnel.lab.sampler import Sampler, is_quiet
+from windtunnel.lab.session import Session
 
 QUIET_SAMPLES = 2
 """So many samples in a row must be quiet."""

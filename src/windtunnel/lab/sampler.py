@@ -3,10 +3,10 @@
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
-from windtunnel.lab.client import Session
 from windtunnel.lab.connection import GRPC, Answer, ConnectionCut, MalformedResponse, fetch
 from windtunnel.lab.process_facts import process_facts
 from windtunnel.lab.record import Sample
+from windtunnel.lab.session import Session
 from windtunnel.lab.target import (
     METRICS_FLAG,
     UNKNOWN,

@@ -22,11 +22,11 @@ from random import Random
 from windtunnel.lab.arms import unless_stopped
 from windtunnel.lab.asks import ID_PREFIX, AskMaker
 from windtunnel.lab.baseline import Calibration, calibrate, check_watched, read_baseline
-from windtunnel.lab.client import Gate, Leave, Session
 from windtunnel.lab.clients import make_clients
 from windtunnel.lab.connection import ConnectionCut, MalformedResponse, fetch
 from windtunnel.lab.crowd import Crowd
 from windtunnel.lab.extras import Extras
+from windtunnel.lab.leave import Gate, Leave
 from windtunnel.lab.oracle_check import Known, judge
 from windtunnel.lab.plan import (
     Action,
@@ -43,6 +43,7 @@ from windtunnel.lab.quiet import LEAST_SAMPLES, Quiet
 from windtunnel.lab.record import Ask, Phase, Sample, StormResult, StreamRecord
 from windtunnel.lab.sampler import Sampler, recognise_sources
 from windtunnel.lab.server_info import OWNERS, server_info
+from windtunnel.lab.session import Session
 from windtunnel.lab.states import States
 from windtunnel.lab.target import Target
 from windtunnel.lab.view import VIEW_EVERY_NS, Seen, StormEvent, StormView
