@@ -94,11 +94,22 @@ async def test_report_makes_a_storms_files_again(tmp_path: Path, capsys: pytest.
     assert "Clean" in (tmp_path / "report.html").read_text()
 
 
-def test_single_storms_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "result.json").write_text(json.dumps(dict.fromkeys(schema("storm")["required"])))
-    with pytest.raises(typer.Exit):
-        compare_command.compare(tmp_path, tmp_path)
-    assert "one storm; two results of windtunnel experiment run can be compared" in capsys.readouterr().err
+async def test_two_storms_are_compared_by_their_findings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Numbers of one storm each are shown and not tested."""
+    for name, defects in (("before", ()), ("after", ("bystander-500",))):
+        async with fake(*defects) as (_, url):
+            await storm(url, *SMALL, "--out", str(tmp_path / name))
+    with pytest.raises(typer.Exit) as told:
+        compare_command.compare(tmp_path / "before", tmp_path / "after")
+    out = capsys.readouterr().out
+    assert told.value.exit_code == 1
+    assert "finding new: storm bystander_error\n" in out
+    assert "bystanders.harmed: 0 → 0.5 (one storm each: not tested)\n" in out
+    with pytest.raises(typer.Exit) as told:
+        compare_command.compare(tmp_path / "after", tmp_path / "before", as_json=True)
+    document = json.loads(capsys.readouterr().out)
+    assert (told.value.exit_code, document["worse"]) == (0, False)
+    assert document["findings"] == [{"arm": "storm", "new": [], "gone": ["bystander_error"], "both": []}]
 
 
 def essence(document: dict[str, Any]) -> dict[str, Any]:
