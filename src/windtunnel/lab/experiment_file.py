@@ -8,6 +8,7 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -411,12 +412,20 @@ _NAMED = re.compile(r"((?:storm|arms)\.[\w.]+): ")
 def _problem(problem: Mapping[str, Any], text: str, source: str) -> str:
     where = [part for part in problem["loc"] if not (isinstance(part, str) and part.startswith(("function-", "float", "str")))]
     message = str(problem["msg"]).removeprefix("Value error, ")
+    if problem["type"] == "extra_forbidden":
+        message = f"there is no such key{_near(str(where[-1]))}"
     if not where and (named := _NAMED.match(message)):
         where = named[1].split(".")
     line = find_line(text, where)
     key = ".".join(str(part) for part in where) or "the file"
     message = message.removeprefix(f"{key}: ")
     return f"{source}:{line}: {key}: {message}" if line else f"{source}: {key}: {message}"
+
+
+def _near(key: str) -> str:
+    known = {name for section in _Section.__subclasses__() for name in section.model_fields}
+    near = get_close_matches(key, sorted(known), n=1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def storm_plan(values: Mapping[str, Any], *, seed: int) -> StormPlan:
