@@ -13,8 +13,8 @@ import zmq
 import zmq.asyncio
 from tests.serve.live import FOREVER_NS, PATIENCE_S, live
 from tests.serve.vllm_pd.mooncake_pair import CONSUMER, PRODUCER, MooncakePair, counters, mooncake
-from tests.serve.vllm_pd.pair import COMPLETION, _connection, at_rest, engine_of, holds, land, moving, until
-from tests.serve.vllm_pd.test_pair import BODIES, HELD, _text
+from tests.serve.vllm_pd.pair import COMPLETION, HELD, _connection, at_rest, engine_of, holds, land, moving, until
+from tests.serve.vllm_pd.test_pair import BODIES, _text
 
 from windtunnel.core.vllm.connector.seam import Peer
 from windtunnel.serve.beside import Beside
