@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tests.serve.live import FOREVER_NS, LiveServer, RawClient, live, request_bytes
+from tests.serve.live import FOREVER_NS, PATIENCE_S, LiveServer, RawClient, live, request_bytes
 from tests.serve.test_operations import call
 
 from windtunnel.core.tokenizer import BuiltinTokenizer
@@ -35,7 +35,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     def waiting(self: BuiltinTokenizer, text: str, **options: Any) -> list[int]:
         if len(text) > OFF_LOOP_BYTES:
             assert threading.current_thread() is not threading.main_thread(), "a long text is tokenised on the loop"
-            assert gate.wait(20)
+            assert gate.wait(PATIENCE_S)
         return encode(self, text, **options)
 
     monkeypatch.setattr(BuiltinTokenizer, "encode", waiting)

@@ -5,7 +5,7 @@ The handler owns the request and the response until the head is sent. After that
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -101,7 +101,7 @@ class GenerateRoute:
         if error is not None:
             self._refused(generation.kv_transfer)
         else:
-            job = self._server.jobs.start(generation, answer, choices, arrival_ns)
+            job = self._submit(generation, answer, choices, arrival_ns)
             if isinstance(job, Refusal):
                 self._refused(generation.kv_transfer)
                 error = refused(job)
@@ -115,6 +115,9 @@ class GenerateRoute:
         else:
             body = self._family.body(generation, answer.results(), answer.usage)
             await send_bytes(send, 200, body, headers=self._load_report(generation, scope))
+
+    def _submit(self, generation: Generation, answer: Answer, choices: Sequence[ChoiceState], arrival_ns: int) -> Job | Refusal:
+        return self._server.jobs.start(generation, answer, choices, arrival_ns)
 
     def _load_report(self, generation: Generation, scope: Scope) -> list[Header]:
         return load_header(header_of(scope, ORCA), generation.family, self._server.metrics.store)
@@ -130,7 +133,7 @@ class GenerateRoute:
         answer.wants_metrics = self._wants_metrics(choices)
         job: Job | Refusal | None = None
         if len(choices) == 1 and generation.late_error is None:
-            job = self._server.jobs.start(generation, answer, choices, arrival_ns)
+            job = self._submit(generation, answer, choices, arrival_ns)
             if isinstance(job, Refusal) and job.reason not in _LATE_REFUSALS:
                 self._refused(generation.kv_transfer)
                 await send_bytes(send, job.status, self._family.error_body(refused(job)))
@@ -141,7 +144,7 @@ class GenerateRoute:
         if generation.late_error is not None:
             answer.fail(generation.late_error)
         elif job is None:
-            job = self._server.jobs.start(generation, answer, choices, arrival_ns)
+            job = self._submit(generation, answer, choices, arrival_ns)
         if isinstance(job, Refusal):
             answer.fail(refused(job))
         if isinstance(job, Job):
