@@ -26,12 +26,14 @@ from windtunnel.ports import free_port
 PACE = ("--disable-access-log", "--ttft", "20ms", "--itl", "{itl}")
 SLOW = ("--disable-access-log", "--ttft", "2s", "--itl", "{itl}")
 ITL = "5ms"
+_AT_ITS_PROMPT = "--when prefill --set state_patience=20s"
+"""As the worker says: a router may take its time before it asks one."""
 _COMMON = "--victims 10 --rounds 2 --survivors 4 --bystanders 12 --later 8 --quiet-deadline 20s --set known=3"
 STORMS: dict[str, tuple[tuple[str, ...], str]] = {
     "streams at their third token": (PACE, "--how fin,rst --when tokens:3"),
     "whole answers": (PACE, "--how fin,rst --no-stream --max-tokens 800 --when after:300ms"),
-    "streams before the first token": (SLOW, "--how fin,rst --when after:300ms"),
-    "whole answers before the first token": (SLOW, "--how fin,rst --no-stream --when after:300ms"),
+    "streams before the first token": (SLOW, f"--how fin,rst {_AT_ITS_PROMPT}"),
+    "whole answers before the first token": (SLOW, f"--how fin,rst --no-stream {_AT_ITS_PROMPT}"),
 }
 STORM_S = 300
 

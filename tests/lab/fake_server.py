@@ -52,7 +52,8 @@ class FakeServer:
     spread_s: float = 0.0
     """So much slower is each stream than the one before."""
     silent_after: int | None = None
-    """A stream of more than a hundred tokens says no more after so many."""
+    """A stream of more than a hundred tokens says no more after so many, until it `goes_on`."""
+    goes_on: asyncio.Event = field(default_factory=asyncio.Event)
     running: int = 0
     waiting: int = 0
     kv: float = 0.0
@@ -66,6 +67,8 @@ class FakeServer:
     drifted: int = 0
     live: dict[str, str] = field(default_factory=dict)
     """Request id → state, for `/debug/requests`; filled by tests."""
+    shown: list[dict[str, str]] = field(default_factory=list)
+    """Further entries of `/debug/requests`."""
     held: list[str] = field(default_factory=list)
     """Request ids, for `/debug/disaggregation`; filled by tests."""
     debug: bool = False
@@ -119,7 +122,7 @@ class FakeServer:
             await answer(writer, 404, "")
         elif path == "/debug/requests" and self.debug:
             live = [{"request_id": key, "state": state} for key, state in self.live.items()]
-            await answer(writer, 200, json.dumps({"live": live}))
+            await answer(writer, 200, json.dumps({"live": [*live, *self.shown]}))
         elif path == "/debug/disaggregation" and self.debug:
             await answer(writer, 200, json.dumps([{"holds": [{"request_id": one} for one in self.held]}]))
         elif path == "/abort_requests":
@@ -219,7 +222,9 @@ class FakeServer:
             words = []
         request_id = self.ids[writer]
         for at, word in enumerate(words):
-            await asyncio.sleep(3600 if at == self.silent_after and len(words) > 100 else itl_s)
+            if at == self.silent_after and len(words) > 100:
+                await self.goes_on.wait()
+            await asyncio.sleep(itl_s)
             self.generated += 1
             if 0 < self.exit_after_tokens <= self.generated:
                 os._exit(EXIT_STATUS)

@@ -99,10 +99,9 @@ async def test_silence_is_a_timeout() -> None:
     assert (await ask_once(None, timeout_ns=50 * MS)).end is End.TIMEOUT
 
 
-async def test_nobody_there_is_refused() -> None:
-    async with sends(b"") as target:
-        pass
-    record = await run_request(Session(target, S, 0), Ask(1, Role.LATER, 0, Api.CHAT, "[wt:1]", 2, True))
+async def test_nobody_there_is_refused(deaf_port: int) -> None:
+    target = make_target(f"http://127.0.0.1:{deaf_port}", "fake")
+    record = await run_request(Session(target, 60 * S, 0), Ask(1, Role.LATER, 0, Api.CHAT, "[wt:1]", 2, True))
     assert record.end is End.REFUSED
 
 

@@ -50,7 +50,7 @@ TIMES = {"started_ns", "ended_ns", "head_ns", "frame_ns", "left_ns", "due_ns", "
 
 
 @asynccontextmanager
-async def fake(*defects: str, **options: float) -> AsyncIterator[tuple[FakeServer, Target]]:
+async def fake(*defects: str, **options: Any) -> AsyncIterator[tuple[FakeServer, Target]]:
     server = FakeServer(frozenset(defects), **options)
     port = await server.start()
     try:
@@ -152,9 +152,9 @@ async def test_who_is_held_is_released_when_a_client_process_dies() -> None:
     assert [record.end for record in records] == [End.LEFT, End.CLIENT_DIED]
 
 
-async def test_states_of_the_target_are_asked_for_by_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("windtunnel.lab.states.PATIENCE_NS", 60 * S)
-    plan = replace(SPREAD, when=Trigger(Moment.QUEUED, 0), victim=Shape(max_tokens=100_000), survivors=0, bystanders=0)
+async def test_states_of_the_target_are_asked_for_by_message() -> None:
+    patient = replace(SPREAD, survivors=0, bystanders=0, state_patience_ns=60 * S)
+    plan = replace(patient, when=Trigger(Moment.QUEUED, 0), victim=Shape(max_tokens=100_000))
     async with fake(itl_s=0.001) as (server, target):
         server.debug = True
         storm = asyncio.create_task(run_storm(target, plan))
@@ -173,12 +173,14 @@ def client_processes() -> list[int]:
 
 
 async def test_a_client_process_that_is_killed_is_reported() -> None:
-    plan = replace(SPREAD, victim=Shape(max_tokens=100_000), when=Trigger(Moment.TOKENS, 1_000), survivors=0, later=3)
-    async with fake(itl_s=0.001) as (server, target):
+    """Nobody leaves before all have come and one is killed."""
+    plan = replace(SPREAD, victim=Shape(max_tokens=100_000), survivors=0, later=3)
+    async with fake(itl_s=0.001, silent_after=1) as (server, target):
         storm = asyncio.create_task(run_storm(target, plan))
         await until(lambda: server.running == plan.victims)
         killed = client_processes()[0]
         os.kill(killed, signal.SIGKILL)
+        server.goes_on.set()
         result = await storm
     (lost,) = result.lost_clients
     assert str(killed) in lost.name
@@ -199,11 +201,12 @@ async def test_a_client_process_that_is_killed_is_reported() -> None:
 
 async def test_a_client_process_that_is_stuck_is_killed_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("windtunnel.lab.clients.STUCK_AFTER_NS", 0)
-    plan = replace(SPREAD, victim=Shape(max_tokens=100_000), when=Trigger(Moment.TOKENS, 20), survivors=0, later=3)
-    async with fake(itl_s=0.01) as (server, target):
+    plan = replace(SPREAD, victim=Shape(max_tokens=100_000), survivors=0, later=3)
+    async with fake(silent_after=1) as (server, target):
         storm = asyncio.create_task(run_storm(target, replace(plan, request_timeout_ns=8 * S)))
         await until(lambda: server.running == plan.victims)
         os.kill(client_processes()[0], signal.SIGSTOP)
+        server.goes_on.set()
         result = await storm
     (lost,) = result.lost_clients
     assert lost.why == "was killed: no answer within 8 s"
@@ -214,8 +217,8 @@ async def test_a_client_process_that_is_stuck_is_killed_and_reported(monkeypatch
 
 async def test_without_any_client_process_the_storm_still_ends() -> None:
     plan = replace(SPREAD, victim=Shape(max_tokens=100_000), hold=True, survivors=0, request_timeout_ns=60 * S)
-    async with fake("no-metrics", itl_s=0.001) as (server, target):
-        storm = asyncio.create_task(run_storm(target, replace(plan, when=Trigger(Moment.TOKENS, 10_000))))
+    async with fake("no-metrics", silent_after=1) as (server, target):
+        storm = asyncio.create_task(run_storm(target, plan))
         await until(lambda: server.running == plan.victims)
         for pid in client_processes():
             os.kill(pid, signal.SIGKILL)
@@ -226,8 +229,9 @@ async def test_without_any_client_process_the_storm_still_ends() -> None:
 
 
 async def test_cancelling_leaves_no_client_process() -> None:
-    plan = replace(SPREAD, victim=Shape(max_tokens=100_000), when=Trigger(Moment.TOKENS, 10_000))
-    async with fake(itl_s=0.001) as (server, target):
+    long = Shape(max_tokens=100_000)
+    plan = replace(SPREAD, victim=long, survivor=long)
+    async with fake(silent_after=1) as (server, target):
         storm = asyncio.create_task(run_storm(target, plan))
         await until(lambda: server.running == plan.victims + plan.survivors)
         assert len(client_processes()) == 3

@@ -61,9 +61,9 @@ async def test_an_arm_against_itself(experiment: Experiment) -> None:
 
 
 async def test_a_look_at_an_obvious_effect_ends_the_run(text: str) -> None:
-    experiment = parse(text.replace("trials = 2", "trials = 4"), "fake.toml")
-    result = await run_experiment(experiment, Options(looks=4))
-    assert len(result["arms"]["control"]["trials"]) < 4
+    experiment = parse(text.replace("trials = 2", "trials = 5"), "fake.toml")
+    result = await run_experiment(experiment, Options(looks=5))
+    assert len(result["arms"]["control"]["trials"]) == 4
     assert result["effect"]["p_value"] < result["effect"]["level"] < 0.05
     assert result["verdict"] == "confirmed"
 

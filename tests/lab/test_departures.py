@@ -17,7 +17,7 @@ from windtunnel.lab.record import End
 from windtunnel.lab.storm import run_storm
 from windtunnel.lab.target import make_target
 
-QUIET = replace(PLAN, bystanders=0, later=2, survivors=0)
+QUIET = replace(PLAN, bystanders=0, later=2, survivors=0, state_patience_ns=60 * S)
 
 
 async def test_who_stops_reading_stays_for_a_while() -> None:
@@ -66,8 +66,7 @@ async def test_an_aborted_bystander_is_called_so() -> None:
         (Moment.BETWEEN, "held"),
     ],
 )
-async def test_states_are_read_where_the_target_shows_them(moment: Moment, state: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("windtunnel.lab.states.PATIENCE_NS", 60 * S)
+async def test_states_are_read_where_the_target_shows_them(moment: Moment, state: str) -> None:
     server = FakeServer(itl_s=0.001, debug=True)
     port = await server.start()
     plan = replace(QUIET, when=Trigger(moment, 0), victim=Shape(max_tokens=100_000))
@@ -82,8 +81,36 @@ async def test_states_are_read_where_the_target_shows_them(moment: Moment, state
     assert {victim.left_in for victim in result.of(Role.VICTIM)} == {moment.value}
 
 
-async def test_an_inferred_state_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("windtunnel.lab.states.PATIENCE_NS", 60 * S)
+async def test_a_router_may_give_requests_other_ids() -> None:
+    """Then the prompt's marker tells whose state it is, and an entry of anybody else's says nothing."""
+    server = FakeServer(itl_s=0.001, debug=True)
+    port = await server.start()
+    plan = replace(QUIET, when=Trigger(Moment.PREFILL, 0), victim=Shape(max_tokens=100_000))
+    try:
+        storm = asyncio.create_task(run_storm(make_target(f"http://127.0.0.1:{port}", "fake"), plan))
+        await until(lambda: server.running == plan.victims)
+        first, *others = [{"external_id": f"chatcmpl-{one:x}", "identity": f"{one:016x}"} for one in server.identities[1:]]
+        server.shown = [first | {"state": "queued"}, *({**one, "state": "prefill"} for one in others)]
+        await until(lambda: server.left == plan.victims - 1)
+        server.shown = [first | {"state": "prefill"}]
+        result = await storm
+    finally:
+        await server.stop()
+    assert {victim.left_in for victim in result.of(Role.VICTIM)} == {"prefill"}
+
+
+async def test_patience_for_a_state_ends() -> None:
+    server = FakeServer(itl_s=0.001, debug=True)
+    port = await server.start()
+    plan = replace(QUIET, when=Trigger(Moment.PREFILL, 0), victim=Shape(max_tokens=100_000), state_patience_ns=1 * MS)
+    try:
+        result = await run_storm(make_target(f"http://127.0.0.1:{port}", "fake"), plan)
+    finally:
+        await server.stop()
+    assert {victim.left_in for victim in result.of(Role.VICTIM)} == {"prefill (not seen)"}
+
+
+async def test_an_inferred_state_says_so() -> None:
     server = FakeServer(itl_s=0.001)
     port = await server.start()
     plan = replace(QUIET, when=Trigger(Moment.PREFILL, 0), victim=Shape(max_tokens=100_000))

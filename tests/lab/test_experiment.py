@@ -1,6 +1,7 @@
 """Whole runs with the fake server as both arms: documents, files, and no process left behind."""
 
 import asyncio
+import contextlib
 import copy
 import json
 import os
@@ -26,6 +27,7 @@ from windtunnel.lab import arms
 from windtunnel.lab.arms import Running, count_patterns, fill, running
 from windtunnel.lab.experiment import Options, Progress, run_experiment, schedule, with_options
 from windtunnel.lab.experiment_file import Arm, Environment, Experiment, parse
+from windtunnel.lab.process_facts import alive as runs
 from windtunnel.lab.progress import print_experiment
 from windtunnel.lab.report import DocumentError, check_document, html, schema, write_all
 from windtunnel.ports import free_port
@@ -45,15 +47,11 @@ app(["experiment", *{!r}])
 
 def alive(folder: Path) -> list[int]:
     """Servers that left their id in this folder and still run."""
-    return [int(one.name) for one in folder.iterdir() if Path(f"/proc/{one.name}").exists() and not _zombie(one.name)]
+    return [int(one.name) for one in folder.iterdir() if runs(int(one.name))]
 
 
 def started(folder: Path) -> bool:
     return any(folder.iterdir())
-
-
-def _zombie(pid: str) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()[0] == "Z"
 
 
 @pytest.fixture
@@ -63,7 +61,8 @@ def pids(tmp_path: Path) -> Iterator[Path]:
     folder.mkdir()
     yield folder
     for pid in alive(folder):
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from tests.lab.conftest import until
 from tests.lab.fake_server import DEFECTS, FakeServer
+from tests.own_time import own_time
 
 from windtunnel.core.units import MS, S
 from windtunnel.lab.client import Session
@@ -40,10 +41,12 @@ PLANS = {
 
 
 async def blow(plan: StormPlan, *defects: str, **options: Any) -> StormResult:
+    """In the time of this process: how long deadlines and streams are to one another is no matter of the machine's."""
     server = FakeServer(frozenset(defects), **options)
     port = await server.start()
     try:
-        return await run_storm(make_target(f"http://127.0.0.1:{port}", "fake"), plan)
+        with own_time(asyncio.get_running_loop()):
+            return await run_storm(make_target(f"http://127.0.0.1:{port}", "fake"), plan)
     finally:
         await server.stop()
 
@@ -153,11 +156,11 @@ async def test_victims_leave_in_the_state_that_was_asked_for(how: How, when: Tri
     assert find(result) == ()
 
 
-async def test_victims_leave_while_queued_when_the_gauge_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("windtunnel.lab.states.PATIENCE_NS", 60 * S)
+async def test_victims_leave_while_queued_when_the_gauge_says_so() -> None:
     server = FakeServer(itl_s=0.001)
     port = await server.start()
-    plan = replace(PLAN, when=Trigger(Moment.QUEUED, 0), bystanders=0, later=0, victim=Shape(max_tokens=100_000), survivors=0)
+    patient = replace(PLAN, bystanders=0, later=0, survivors=0, state_patience_ns=60 * S)
+    plan = replace(patient, when=Trigger(Moment.QUEUED, 0), victim=Shape(max_tokens=100_000))
     try:
         storm = asyncio.create_task(run_storm(make_target(f"http://127.0.0.1:{port}", "fake"), plan))
         await until(lambda: server.running == plan.victims)

@@ -36,6 +36,7 @@ QUIET = StormPlan(
     sample_every_ns=40 * MS,
     quiet_deadline_ns=1_200 * MS,
     request_timeout_ns=5 * S,
+    state_patience_ns=60 * S,
     linger_ns=100 * MS,
     time_scale=SCALE,
 )
@@ -133,9 +134,8 @@ async def names_after(scene: Scene, *faults: str) -> list[str]:
 
 
 @pytest.fixture(autouse=True)
-async def unhurried(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
-    """Victims wait for their state, not for a time; and leases, reads and batches take as long as this process is given."""
-    monkeypatch.setattr("windtunnel.lab.states.PATIENCE_NS", 60 * S)
+async def unhurried() -> AsyncIterator[None]:
+    """Leases, reads and batches take as long as this process is given."""
     with own_time(asyncio.get_running_loop()):
         yield
 

@@ -103,9 +103,8 @@ def test_lines_tell_each_thing_once(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
-async def test_a_storm_tells_how_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_storm_tells_how_it_stands() -> None:
     """Victims leave when a view has shown them, and it becomes quiet when one has shown the finding."""
-    monkeypatch.setattr("windtunnel.lab.states.PATIENCE_NS", 60 * S)
     seen: list[StormView] = []
     server = FakeServer(frozenset({"bystander-500"}))
     port = await server.start()
@@ -115,7 +114,8 @@ async def test_a_storm_tells_how_it_stands(monkeypatch: pytest.MonkeyPatch) -> N
         shown = one.open_by_stage.get("tokens", 0) >= PLAN.victims and one.gauges.get("running", (0, 0))[0] > 0
         server.waiting = int((server.waiting or shown) and not one.findings)
 
-    plan = replace(PLAN, victim=Shape(max_tokens=100_000), when=Trigger(Moment.QUEUED, 0), quiet_deadline_ns=60 * S)
+    patient = replace(PLAN, state_patience_ns=60 * S, quiet_deadline_ns=60 * S)
+    plan = replace(patient, victim=Shape(max_tokens=100_000), when=Trigger(Moment.QUEUED, 0))
     try:
         result = await run_storm(make_target(f"http://127.0.0.1:{port}", "fake"), plan, on_view=watch)
     finally:

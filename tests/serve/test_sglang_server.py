@@ -223,7 +223,10 @@ async def test_adapters_come_and_go() -> None:
 async def test_sessions_tokens_and_weights() -> None:
     async with talking() as (_server, client):
         assert (await client.post("/open_session", json={"capacity_of_str_len": 9, "session_id": "s"})).json() == "s"
-        assert (await client.post("/open_session", json={"session_id": "s"})).status_code == 400
+        assert (await client.post("/open_session", json={"capacity_of_str_len": 9, "session_id": "s"})).status_code == 400
+        for path in ("open", "close"):
+            missing = await client.post(f"/{path}_session", json={"session_id": "s"} if path == "open" else {})
+            assert missing.status_code == 400 and "must be" in missing.json()["message"]
         assert (await client.post("/close_session", json={"session_id": "s"})).status_code == 200
         told = (await client.post("/v1/tokenize", json={"model": "m", "prompt": "orange holly"})).json()
         assert told["count"] == len(told["tokens"])
@@ -263,10 +266,12 @@ async def test_keys() -> None:
 
 async def test_debug_requests_shows_where_a_request_is() -> None:
     async with talking(pacing__itl_ns=NEVER_NS) as (server, client):
-        task = asyncio.ensure_future(client.post("/generate", json=BODIES["/generate"] | {"rid": "stuck"}))
+        body = BODIES["/generate"] | {"rid": "stuck", "text": "of [wt:2a] alone"}
+        task = asyncio.ensure_future(client.post("/generate", json=body))
         await server.until(lambda: server.states() == ["decode"])
         (view,) = (await client.get("/debug/requests")).json()["live"]
         assert (view["request_id"], view["state"], view["family"]) == ("stuck", "decode", "sglang_generate")
+        assert view["identity"] == f"{oracle.identity_of_tag('2a'):016x}", "however it has come"
         assert view["resources"]
         task.cancel()
 

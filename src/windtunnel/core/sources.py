@@ -32,6 +32,10 @@ class OracleSource:
         self._tokens: list[int] = []
         self._end: int | None = None
 
+    @property
+    def identity(self) -> int:
+        return self._identity
+
     def token_ids(self, start: int, count: int) -> Sequence[int]:
         tokens = self._tokens
         stop = start + count

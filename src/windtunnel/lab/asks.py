@@ -9,6 +9,9 @@ from windtunnel.core.words import WORDS
 from windtunnel.lab.plan import Role, Shape
 from windtunnel.lab.record import Ask
 
+ID_PREFIX = "wt-"
+"""Of every `X-Request-Id` that a storm sends."""
+
 
 class AskMaker:
     """Makes requests with prompts of their own. Owns the seeded generator and the running number."""
@@ -22,8 +25,8 @@ class AskMaker:
         tag = self._base + next(self._number)
         filler = " ".join(self._random.choice(WORDS) for _ in range(shape.prompt_words))
         prompt = f"{oracle.marker(tag)} {filler}"
-        return Ask(tag, role, round_, shape.api, prompt, shape.max_tokens, shape.stream, shape.n, f"wt-{tag:x}")
+        return Ask(tag, role, round_, shape.api, prompt, shape.max_tokens, shape.stream, shape.n, f"{ID_PREFIX}{tag:x}")
 
     def again(self, ask: Ask, role: Role) -> Ask:
         """The same request once more, under another id."""
-        return replace(ask, role=role, request_id=f"wt-{ask.tag:x}-{next(self._number)}")
+        return replace(ask, role=role, request_id=f"{ID_PREFIX}{ask.tag:x}-{next(self._number)}")

@@ -157,6 +157,7 @@ class StormSection(_Section):
     polls: int = 0
     poll_every: DurationNs = 12 * S
     request_timeout: DurationNs = 30 * S
+    state_patience: DurationNs = 2 * S
     actions: tuple[ActionSection, ...] = ()
     oracle: Literal["auto", "on", "off"] = "auto"
     clients: int = 1
@@ -207,6 +208,7 @@ class StormSection(_Section):
             poll_every_ns=max(scaled(self.poll_every), 1_000_000),
             time_scale=time_scale,
             request_timeout_ns=self.request_timeout,
+            state_patience_ns=self.state_patience,
             actions=tuple(Action(one.path, one.at, scaled(one.after), one.method) for one in self.actions),
             oracle=self.oracle,
             seed=seed,

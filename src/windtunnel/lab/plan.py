@@ -232,6 +232,8 @@ class StormPlan:
     time_scale: float = 1.0
     """How much faster than the real server the target's clock runs; the durations here are divided already."""
     request_timeout_ns: int = 30 * S
+    state_patience_ns: int = 2 * S
+    """A victim whose state of the target has not come by then leaves all the same, and a note says so."""
     linger_ns: int = 1 * S
     """How long a half-closed victim still reads."""
     actions: tuple[Action, ...] = ()
@@ -287,6 +289,7 @@ _AT_LEAST = {
     "polls": 0,
     "poll_every_ns": MS,
     "request_timeout_ns": MS,
+    "state_patience_ns": MS,
     "linger_ns": 0,
     "clients": 1,
 }

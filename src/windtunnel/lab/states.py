@@ -1,17 +1,21 @@
 """When a request is in a state that only its target knows.
 
 Where the target has `/debug/requests` (a simulated server does) the state of this very request is read there, found by the
-`X-Request-Id` that the storm sends. A prefill of vLLM has finished its request between the legs: what it holds for a decode
-is read in `/debug/disaggregation`. Elsewhere it is inferred from the gauges: somebody is in that state, and this request
-has not seen a word yet. Records say which (`queued`, or `queued (inferred)`).
+`X-Request-Id` that the storm sends or, where a router gives it another one, by its prompt's marker. A prefill of vLLM has
+finished its request between the legs: what it holds for a decode is read in `/debug/disaggregation`. Elsewhere it is
+inferred from the gauges: somebody is in that state, and this request has not seen a word yet. Records say which (`queued`,
+or `queued (inferred)`).
 """
 
 import asyncio
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from windtunnel.core import oracle
 from windtunnel.core.units import MS
+from windtunnel.lab.asks import ID_PREFIX
 from windtunnel.lab.client import Session
 from windtunnel.lab.connection import ConnectionCut, MalformedResponse, Origin, fetch
 from windtunnel.lab.plan import Moment
@@ -19,8 +23,6 @@ from windtunnel.lab.record import Ask, Sample
 from windtunnel.lab.sampler import Sampler
 
 POLL_NS = 4 * MS
-PATIENCE_NS = 2_000 * MS
-"""A state that has not come after so long is not waited for."""
 DEBUG_PATH = "/debug/requests"
 HOLDS_PATH = "/debug/disaggregation"
 _HELD = "held"
@@ -50,14 +52,26 @@ _INFERRED: Mapping[Moment, Callable[[Sample, Sample], bool]] = {
 }
 
 
+@dataclass(frozen=True, eq=False)
+class _Wait:
+    """`key` is a part of the request's id, `identity` that of its prompt as `/debug/requests` spells it."""
+
+    moment: Moment
+    key: str
+    identity: str
+    event: asyncio.Event
+
+
 class States:
     """Waits for states of the target. Owns the poll of `/debug/requests`, which runs while somebody waits."""
 
-    def __init__(self, session: Session, sampler: Sampler) -> None:
+    def __init__(self, session: Session, sampler: Sampler, patience_ns: int) -> None:
+        """A state that has not come after the patience is not waited for."""
         self._session = session
         self._sampler = sampler
+        self._patience_ns = patience_ns
         self._origins: tuple[Origin, ...] = ()
-        self._waiting: dict[str, tuple[Moment, asyncio.Event]] = {}
+        self._waiting: list[_Wait] = []
         self._poll: asyncio.Task[None] | None = None
         self.baseline: Sample | None = None
         self.missed = 0
@@ -76,20 +90,22 @@ class States:
     async def wait(self, ask: Ask, moment: Moment) -> str:
         """Returns the state's name when the request is in it, or after the patience with `… (not seen)`."""
         event = asyncio.Event()
-        key = ask.request_id or f"{ask.tag:x}"
+        tag = f"{ask.tag:x}"
+        wait = _Wait(moment, ask.request_id or tag, f"{oracle.identity_of_tag(tag):016x}", event)
         if self.seen:
-            self._waiting[key] = (moment, event)
+            self._waiting.append(wait)
             self._ensure_poll()
         else:
             self._sampler.listen(lambda sample: self._infer(sample, moment, event))
         try:
-            async with asyncio.timeout(PATIENCE_NS / 1e9):
+            async with asyncio.timeout(self._patience_ns / 1e9):
                 await event.wait()
         except TimeoutError:
             self.missed += 1
             return f"{moment.value} (not seen)"
         finally:
-            self._waiting.pop(key, None)
+            if wait in self._waiting:
+                self._waiting.remove(wait)
         return moment.value if self.seen else f"{moment.value} (inferred)"
 
     def _infer(self, sample: Sample, moment: Moment, event: asyncio.Event) -> None:
@@ -104,16 +120,19 @@ class States:
         while self._waiting:
             for origin in self._origins:
                 for request in await _live(origin) or ():
-                    self._notice(str(request.get("external_id") or request.get("request_id")), str(request.get("state")))
-                if any(moment is Moment.BETWEEN for moment, _ in self._waiting.values()):
+                    shown = str(request.get("external_id") or request.get("request_id"))
+                    self._notice(shown, str(request.get("state")), request.get("identity"))
+                if any(wait.moment is Moment.BETWEEN for wait in self._waiting):
                     for request_id in await _held(origin):
                         self._notice(request_id, _HELD)
             await asyncio.sleep(POLL_NS / 1e9)
 
-    def _notice(self, request_id: str, state: str) -> None:
-        for key, (moment, event) in self._waiting.items():
-            if state in _SEEN[moment] and key in request_id:
-                event.set()
+    def _notice(self, request_id: str, state: str, identity: str | None = None) -> None:
+        """An earlier attempt has the same prompt, so the identity counts only where the id is not one of the storm's."""
+        renamed = identity is not None and ID_PREFIX not in request_id
+        for wait in self._waiting:
+            if state in _SEEN[wait.moment] and (wait.identity == identity if renamed else wait.key in request_id):
+                wait.event.set()
 
     async def close(self) -> None:
         if self._poll is not None:

@@ -21,7 +21,7 @@ from itertools import count
 from random import Random
 
 from windtunnel.lab.arms import unless_stopped
-from windtunnel.lab.asks import AskMaker
+from windtunnel.lab.asks import ID_PREFIX, AskMaker
 from windtunnel.lab.client import Gate, Leave, Session, described, run_request
 from windtunnel.lab.clients import Clients, LocalClients, make_clients
 from windtunnel.lab.connection import ConnectionCut, How, MalformedResponse, fetch
@@ -149,7 +149,7 @@ class _Storm:
         self.streams: list[StreamRecord] = []
         self.bystanders: list[BystanderRecord] = []
         self._phases: list[Phase] = []
-        self.states = States(session, sampler)
+        self.states = States(session, sampler, plan.state_patience_ns)
         self.pulse = Pulse(session.now_ns, session.lags)
         self.extras = Extras(session, plan, self.maker, self.streams, sampler)
         self.clients: Clients = LocalClients(session)
@@ -303,7 +303,7 @@ class _Storm:
             how = plan.how[index % len(plan.how)]
             when = plan.triggers[index // len(plan.how) % len(plan.triggers)]
             ask = self._ask(Role.VICTIM, plan.victim, round_)
-            ask = replace(ask, request_id=f"wt-same-{round_}") if plan.same_id else ask
+            ask = replace(ask, request_id=f"{ID_PREFIX}same-{round_}") if plan.same_id else ask
             out.append((ask, Leave(how, when, self.states.wait, gate, plan.stall_ns)))
         return out
 

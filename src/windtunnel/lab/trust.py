@@ -25,6 +25,13 @@ class Trust:
             context.load_cert_chain(self.client_cert, self.client_key, password=lambda: "")
         return context
 
+    def pinned(self, pem: str) -> ssl.SSLContext:
+        """Takes the server that has this very certificate, by whatever name."""
+        context = replace(self, ca=None, insecure=True).context()
+        context.verify_mode, context.verify_flags = ssl.CERT_REQUIRED, ssl.VERIFY_X509_PARTIAL_CHAIN
+        context.load_verify_locations(cadata=pem)
+        return context
+
     def grpc_files(self) -> tuple[bytes | None, bytes | None, bytes | None]:
         """Root certificates, private key and certificate chain, as gRPC's credentials take them."""
         paths = (self.ca, self.client_key or self.client_cert, self.client_cert)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from windtunnel.core.outputs import FinishReason, Refusal, TokenOutput
 from windtunnel.core.request import EngineRequest, TokenSource
+from windtunnel.core.sources import OracleSource
 from windtunnel.core.tokenizer import Tokenizer
 from windtunnel.serve.clock import now_ns
 from windtunnel.serve.ranks import Ranks
@@ -246,10 +247,11 @@ class Jobs:
         for prompt_index, prompt in enumerate(generation.prompts):
             external, parent, names = self._ids(generation, prompt_index)
             for child, request_id in enumerate(names):
+                source = self._make_source(generation, prompt_index, child)
                 yield EngineRequest(
                     request_id=request_id,
                     prompt_token_ids=prompt.token_ids,
-                    source=self._make_source(generation, prompt_index, child),
+                    source=source,
                     max_tokens=sampling.max_tokens,
                     arrival_ns=arrival_ns,
                     min_tokens=sampling.min_tokens,
@@ -264,12 +266,13 @@ class Jobs:
                     data_parallel_rank=generation.data_parallel_rank,
                     session_id=generation.session_id,
                     prompt_hashes=prompt.block_hashes,
+                    prompt_blocks=prompt.blocks,
                     report_cached_blocks=_reports_cached_blocks(generation),
                     kv_transfer=generation.kv_transfer,
                     bootstrap=generation.bootstrap[prompt_index * sampling.n + child] if generation.bootstrap else None,
                     extra_key=generation.extra_key,
                     routing_key=generation.routing_key,
-                    tags=_tags(generation, external),
+                    tags=_tags(generation, external, source),
                 )
 
     def _ids(self, generation: Generation, prompt_index: int) -> tuple[str, str, list[str]]:
@@ -290,9 +293,14 @@ def _introduce(listeners: Sequence[ChoiceListener]) -> None:
         listener.siblings = family
 
 
-def _tags(generation: Generation, external: str) -> dict[str, str]:
-    """What operators and metrics see of a request. A grammar shows as the answer that it asks for."""
+def _tags(generation: Generation, external: str, source: TokenSource) -> dict[str, str]:
+    """What operators and metrics see of a request. A grammar shows as the answer that it asks for.
+
+    The oracle's identity tells whose request it is where a router has given it another id.
+    """
     tags = {"external_id": external, "family": generation.family, "stream": str(generation.stream).lower()}
+    if isinstance(source, OracleSource):
+        tags["identity"] = f"{source.identity:016x}"
     return tags if generation.answer_text is None else {**tags, "grammar": "true"}
 
 

@@ -20,6 +20,7 @@ from windtunnel.core.tokenizer import AS_USUAL, TemplateOptions, Tokenizer
 from windtunnel.core.words import WORDS
 
 _MARK = "continue-here-4f1c9a"
+_LONG_CHARS = 4096
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -79,7 +80,12 @@ class FolderTokenizer:
         ]
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        ids: list[int] = self._inner.encode(text, add_special_tokens=add_special_tokens).ids
+        """A long text is a batch of its own: the library lets other threads run while it encodes a batch, and only then."""
+        if len(text) > _LONG_CHARS:
+            (encoded,) = self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        else:
+            encoded = self._inner.encode(text, add_special_tokens=add_special_tokens)
+        ids: list[int] = encoded.ids
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

@@ -393,9 +393,11 @@ def _chaos(seed: int, policy: str, overlap: bool, page_size: int, radix: bool, l
     return repr(steps)
 
 
-def test_reports_count_the_routing_keys_that_run() -> None:
+@pytest.mark.parametrize(("last", "told"), [("a", 2), (None, 0)])
+def test_decode_reports_count_the_routing_keys_that_run_if_all_have_one(last: str | None, told: int) -> None:
+    """Idle reports leave them as they are."""
     engine = make_engine()
-    keys = ["a", "b", "a", None]
-    engine.submit([request(f"r{at}", 8, 60, routing_key=key) for at, key in enumerate(keys)], 0)
-    told = [one.extra["num_unique_running_routing_keys"] for one in stats(run(engine))]
-    assert max(told) == 2 and told[-1] == 0
+    for at, key in enumerate(["a", "b", "a", last]):
+        engine.submit([request(f"r{at}", 8, 60, routing_key=key)], 0)
+    said = [one.extra.get("num_unique_running_routing_keys", 0) for one in stats(run(engine))]
+    assert said[0] == 0 and max(said) == said[-1] == told

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from tests.core.rig import request
-from tests.core.vllm.kv_rig import NULLS, READ_NS, Pair, answer, decode_leg, prefill_leg
+from tests.core.vllm.kv_rig import NULLS, READ_NS, Node, Pair, answer, decode_leg, prefill_leg
 
 from windtunnel.core.lifecycle import State
 from windtunnel.core.outputs import FinishReason
@@ -14,7 +14,10 @@ from windtunnel.core.request import EngineRequest
 from windtunnel.core.transfer.backends import Fate
 from windtunnel.core.units import MS
 from windtunnel.core.vllm.connector.config import MOONCAKE, KvTransferConfig
-from windtunnel.core.vllm.connector.mooncake import MAX_PULLS, MooncakeConnector
+from windtunnel.core.vllm.connector.engine import MAX_TURNS
+from windtunnel.core.vllm.connector.mooncake import sender as sender_module
+from windtunnel.core.vllm.connector.mooncake.connector import MooncakeConnector
+from windtunnel.core.vllm.connector.mooncake.pulls import MAX_PULLS
 from windtunnel.core.vllm.connector.params import ID_LIMIT_BYTES
 from windtunnel.core.vllm.connector.seam import AskHandshake, Peer, Pull, Pulled, Pulls, StartWrite
 
@@ -56,6 +59,12 @@ class Mooncake(Pair):
 
     def writes(self) -> list[StartWrite]:
         return [ask for _name, ask in self.asked if isinstance(ask, StartWrite)]
+
+
+def mooncake_of(node: Node) -> MooncakeConnector:
+    connector = node.engine.connector
+    assert isinstance(connector, MooncakeConnector)
+    return connector
 
 
 def children(leg: EngineRequest, *numbers: int) -> list[EngineRequest]:
@@ -113,10 +122,8 @@ def test_what_the_numbers_say() -> None:
 
 def test_blocks_that_are_scattered_need_more_descriptors() -> None:
     pair = Mooncake()
-    connector = pair.p.engine.connector
-    assert isinstance(connector, MooncakeConnector)
     ask = StartWrite(1, "a", Peer("d", "d", 1), "b", (1, 2, 3, 7, 8), (4, 5, 9, 10, 11), 0)
-    assert connector._descriptors(ask) == 3 * 32
+    assert mooncake_of(pair.p).sender.descriptors(ask) == 3 * 32
 
 
 def test_the_bootstrap_server_is_asked_once() -> None:
@@ -179,9 +186,10 @@ def test_refused_twice_under_one_id() -> None:
         assert pair.d.engine.release_remote(to_d("a"), pair.now_ns)
         pair.pump(pair.d)
         pair.run(lambda: bool(pair.words(Pulls)))
-    assert len(pair.d.engine.connector._pulling) == 2
-    pair.run(lambda: not pair.d.engine.connector._pulling)
-    assert not pair.d.engine.connector._asked
+    pulls = mooncake_of(pair.d).pulls
+    assert len(pulls) == 2
+    pair.run(lambda: not pulls)
+    assert not pulls._asked
     pair.rest()
 
 
@@ -372,6 +380,24 @@ def test_twice_as_many_pulls_as_workers_fill_a_prefill_and_a_good_one_waits_behi
     pair.rest()
 
 
+def test_what_waits_for_a_place_is_limited_by_its_size_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Mooncake(kv={"num_workers": 1}, decode={"num_blocks": 400})
+    sender = mooncake_of(pair.p).sender
+    for name in ("x", "y", "a"):
+        pair.ask_d(name)
+        pair.run(lambda name=name: waiting(pair, name))
+    pair.run(lambda: bool(sender._queue))
+    monkeypatch.setattr(sender_module, "MAX_QUEUED_BYTES", sender._queued_bytes + 300)
+    pair.ask_d("b")
+    pair.done("b")
+    assert pair.d.finish["b-d"] is FinishReason.ERROR and pair.now_ns < PATIENCE_NS
+    for name in ("x", "y", "a"):
+        pair.ask_p(name)
+    pair.done("x", "y", "a")
+    assert not sender._queued_bytes and pair.d.tokens["a-d"] == answer("a")
+    pair.rest()
+
+
 # The bootstrap server, and bad parameters
 
 
@@ -384,6 +410,17 @@ def test_a_prefill_that_is_not_found_fails_the_request(told: dict[str, str]) -> 
     pair.done("a")
     assert pair.d.finish["a-d"] is FinishReason.ERROR and pair.now_ns < PATIENCE_NS
     assert pair.d.counters["mooncake_num_failed_recvs"] == 1
+    pair.rest()
+
+
+def test_a_false_address_fails_its_own_request_alone() -> None:
+    """In the same turn, with a good engine's id: nobody answers there."""
+    pair = Mooncake()
+    pair.ask_p("b", 40)
+    false = decode_leg("a", to_d("a", remote_bootstrap_addr="http://q:1"), 40)
+    pair.submit(pair.d, false, decode_leg("b", to_d("b"), 40))
+    pair.done("a", "b")
+    assert pair.d.finish["a-d"] is FinishReason.ERROR and pair.d.tokens["b-d"] == answer("b")
     pair.rest()
 
 
@@ -458,8 +495,8 @@ def test_what_waited_for_nothing_leaves_nothing_behind() -> None:
     pair = Mooncake()
     pair.ask_d("a")
     pair.rest()
-    connector = pair.p.engine.connector
-    assert isinstance(connector, MooncakeConnector) and not connector._transfers and not connector._batches
+    sender = mooncake_of(pair.p).sender
+    assert not sender._transfers and not sender._batches
 
 
 def test_a_pull_that_waited_for_an_aborted_prefill_is_not_served_by_another_one_with_its_id() -> None:
@@ -522,6 +559,19 @@ def test_a_longer_prompt_under_the_same_id_is_refused() -> None:
 
 
 # Death
+
+
+def test_timers_that_stay_due_are_an_error_and_not_a_loop_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = iter(range(10 * MAX_TURNS))
+
+    def due() -> int:
+        assert next(calls, None) is not None, "for ever"
+        return 0
+
+    pair = Mooncake()
+    monkeypatch.setattr(mooncake_of(pair.p), "next_event_at", due)
+    with pytest.raises(RuntimeError, match=r"MooncakeConnector at 0 ns: timers are due after 1000 turns, too; .*holds"):
+        pair.p.engine.advance(7)
 
 
 def test_a_dead_engine_forgets_everything() -> None:

@@ -188,9 +188,10 @@ def check(machine: Machine) -> None:
         assert not any(outstanding.values())
         assert stranded == 0 or (node is machine.pair.p and any(leg.children > 1 for leg in machine.legs))
         connector: Any = node.engine.connector
-        assert node.used_blocks == len({block for hold in connector._stranded for block in hold.blocks})
-        for book in (connector._wanted, connector._pulling, connector._asked, connector._sending, connector._transfers,
-                     connector._held_as, connector._batches, connector._queue, connector._writes, connector._done):  # fmt: skip
+        pulls, sender = connector.pulls, connector.sender
+        assert node.used_blocks == len({block for hold in sender.stranded for block in hold.blocks})
+        for book in (connector._wanted, pulls._pulling, pulls._asked, sender._sending, sender._transfers, sender._held_as,
+                     sender._batches, sender._queue, sender._writes, sender._done):  # fmt: skip
             assert not book, "something is remembered of a request that is over"
     check_answers(machine)
 

@@ -10,11 +10,12 @@ import zmq
 import zmq.asyncio
 from tests.serve.live import FOREVER_NS, PATIENCE_S, live
 from tests.serve.vllm_pd.mooncake_pair import CONSUMER, PRODUCER, counters, mooncake
-from tests.serve.vllm_pd.pair import COMPLETION, _connection, engine_of, holds, until
+from tests.serve.vllm_pd.pair import COMPLETION, HELD, _connection, engine_of, holds, land, moving, until
 from tests.serve.vllm_pd.test_pair import BODIES, _text
 
 from windtunnel.core.vllm.connector.seam import Peer
-from windtunnel.serve.vllm_pd.bootstrap import WORKERS_LIMIT, Registry
+from windtunnel.serve.beside import Beside
+from windtunnel.serve.vllm_pd.bootstrap import WORKERS_LIMIT, Registry, build
 from windtunnel.wire.vllm.mooncake import Registration
 
 FAST: dict[str, Any] = {"pacing__time_scale": 400.0}
@@ -97,13 +98,14 @@ async def test_the_decode_may_come_long_before_the_prefill() -> None:
 
 
 async def test_a_client_that_leaves_the_decode_while_it_is_written_to_frees_both() -> None:
-    async with mooncake({"kv_transfer__transfer_latency_ns": 300_000_000}) as pd:
+    async with mooncake(HELD) as pd:
         transfer_id = pd.transfer()
         await pd.prefill(transfer_id)
         client = await pd.leaving(pd.d, await pd.to_d(transfer_id))
-        await until(lambda: engine_of(pd.d).outstanding()["loads"] and pulls(pd.p))
+        await until(lambda: engine_of(pd.d).outstanding()["loads"] and moving(pd.p))
         client.leave("rst")
         await until(lambda: engine_of(pd.d).outstanding()["orphaned_loads"])
+        land(pd.p)
         await pd.until_idle()
         assert counters(pd.p) == counters(pd.d) == {}
 
@@ -163,7 +165,7 @@ async def test_an_engine_that_the_bootstrap_server_does_not_know() -> None:
 
 async def test_what_bootstrap_servers_say_of_others_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients name these servers, so what they say has to end somewhere."""
-    monkeypatch.setattr("windtunnel.serve.vllm_pd.mooncake.MAX_PEERS", 2)
+    monkeypatch.setattr("windtunnel.serve.vllm_pd.base.MAX_PEERS", 2)
     async with mooncake() as pd:
         transport: Any = _connection(pd.d).transport
 
@@ -171,9 +173,25 @@ async def test_what_bootstrap_servers_say_of_others_is_not_kept(monkeypatch: pyt
             return {f"e{number}": "127.0.0.1:1" for number in range(100)}
 
         monkeypatch.setattr(transport, "_query", query)
-        for engine_id in ("e1", "e2", "e3"):
+        for engine_id in ("e1", "e2", "e1", "e3"):
             await transport._greet(Peer(engine_id, "127.0.0.1", 1))
-        assert list(transport._workers) == ["e2", "e3"]
+        assert [peer.engine_id for peer in transport._workers] == ["e1", "e3"]
+
+
+async def test_a_false_bootstrap_address_harms_nobody_else() -> None:
+    """A stranger's server says that the good engine is where nothing can be, before anybody has asked the good server."""
+    async with mooncake() as pd:
+        engine_id = engine_of(pd.p).connector.config.engine_id
+        registry = Registry()
+        registry.register(Registration(engine_id=engine_id, dp_rank=0, tp_rank=0, pp_rank=0, addr="tcp://nowhere"))
+        false = Beside(build(registry), "127.0.0.1", 0)
+        await false.start()
+        params = await pd.to_d(pd.transfer(), remote_bootstrap_addr=false.url)
+        lied = await pd.client.post(f"{pd.d.url}/v1/completions", json=COMPLETION | {"kv_transfer_params": params})
+        assert lied.status_code == 500
+        assert (await pd.both()).status_code == 200
+        await pd.until_idle()
+        await false.close()
 
 
 async def test_two_ranks_share_one_bootstrap_server() -> None:

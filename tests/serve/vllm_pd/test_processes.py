@@ -43,12 +43,19 @@ async def _single(path: str, body: dict[str, Any]) -> dict[str, Any]:
         await fleet.stop()
 
 
+def held_or_expired(part: dict[str, Any], connector: str) -> bool:
+    """A machine that stands still may let the time of the blocks pass before anybody looks; nothing else frees them."""
+    (counted,) = part["counters"]
+    return bool(part["outstanding"]["holds"] == 1 or counted.get(f"{connector}_num_kv_expired_reqs") == 1)
+
+
 async def _counters(pd: Running, name: str) -> dict[str, int]:
     (counted,) = (await pd.debug(name))["counters"]
     return {key.removeprefix("nixl_num_"): value for key, value in counted.items() if value}
 
 
-async def test_the_text_is_the_single_servers_and_everything_is_given_back() -> None:
+async def test_the_text_is_the_single_servers_and_everything_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("windtunnel.serve.up.processes.TERM_PATIENCE_S", PATIENCE_S)  # a busy machine's processes end later
     async with running() as pd:
         answer = (await pd.client.post(f"{pd.up.url}/v1/completions", json=BODY)).json()
         stream = (await pd.client.post(f"{pd.up.url}/v1/completions", json={**BODY, "stream": True})).text
@@ -107,7 +114,7 @@ async def test_a_killed_decode_leaves_the_prefill_to_its_lease() -> None:
         await pd.until(reading)
         os.kill(pd.pid("decode"), signal.SIGKILL)
         assert (await asking).status_code == 502
-        assert (await pd.debug("prefill"))["outstanding"]["holds"] == 1
+        assert held_or_expired(await pd.debug("prefill"), "nixl")
 
         async def freed() -> bool:
             return not any((await pd.debug("prefill"))["outstanding"].values())

@@ -80,7 +80,10 @@ class SglangLoop:
         tokens, limit = len(request.prompt_token_ids), self.config.max_request_tokens - 1
         if tokens <= limit:
             return None
-        message = f"Input length ({tokens} tokens) exceeds the maximum allowed length ({limit} tokens)."
+        message = (
+            f"Input length ({tokens} tokens) exceeds the maximum allowed length ({limit} tokens). Use a shorter input or enable"
+            " --allow-auto-truncate."
+        )
         return Refusal("too_long", message, 400, "BadRequestError")
 
     def refusal_of(self, requests: Sequence[EngineRequest]) -> Refusal | None:

@@ -20,7 +20,7 @@ from windtunnel.serve import grpc_calls as calls
 from windtunnel.serve.clock import now_ns
 from windtunnel.serve.grpc_front import Method
 from windtunnel.serve.sglang import health, loads
-from windtunnel.serve.sglang.operations import model_info, server_arguments
+from windtunnel.serve.sglang.info import model_info, server_arguments
 from windtunnel.wire import grpc_sglang as wire
 from windtunnel.wire.family import WireError
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 from pydantic import BaseModel, Field
 
-from windtunnel.core.vllm.connector.mooncake import MAX_PULLS
+from windtunnel.core.vllm.connector.mooncake.pulls import MAX_PULLS
 from windtunnel.core.vllm.connector.params import HOST_LIMIT_BYTES, ID_LIMIT_BYTES, MAX_BLOCK, MAX_BLOCKS, is_text
 from windtunnel.core.vllm.connector.seam import Peer, Pull, Pulled, Pulls
 
@@ -173,10 +173,10 @@ def worker_addresses(body: bytes) -> dict[str, str]:
 
 
 def engine_ids(body: bytes) -> dict[int, str]:
-    """The same: of each data-parallel rank its engine id, at least one. Raises MooncakeError."""
+    """The same: of each data-parallel rank its engine id, from one to `RANKS_LIMIT` of them. Raises MooncakeError."""
     ids = {int(rank): entry.engine_id for rank, entry in _entries(body).items() if re.fullmatch("[0-9]{1,9}", rank)}
-    if not ids:
-        raise MooncakeError("no engine is registered")
+    if not 0 < len(ids) <= RANKS_LIMIT:
+        raise MooncakeError(f"{len(ids)} engines are registered: must be 1 to {RANKS_LIMIT}")
     return ids
 
 

@@ -483,10 +483,9 @@ class DecodeWorker(DisaggWorker):
             "num_decode_prealloc_queue_reqs": len(self.prealloc_queue),
             "num_decode_transfer_queue_reqs": len(self.transfer_queue),
             "num_decode_deferred_kv_release_reqs": len(self.deferred),
-            "num_retracted_reqs": len(self.retracted_queue),
+            "decode_retracted_queue_reqs": len(self.retracted_queue),
             "pending_prealloc_token_usage": wanted / memory.capacity,
             "prealloc_full_token_usage": held / memory.capacity,
-            "utilization": len(self.scheduler.running) / self.config.max_running_requests,
         }
 
     def holders(self) -> list[Holder]:

@@ -41,6 +41,9 @@ class Handshake(NamedTuple):
     tp_size: int = 1
 
 
+_PULL_BYTES, _BLOCK_BYTES = 256, 36
+"""Of CPython's: a tuple and two texts; a number and the place that it has."""
+
 # Notifications: what engines tell one another. `wire.vllm.nixl` has their bytes.
 
 
@@ -93,6 +96,12 @@ class Pulls(NamedTuple):
     """Where to write, and who is to be answered."""
     pulls: tuple[Pull, ...]
 
+    @property
+    def size_bytes(self) -> int:
+        """About what it takes in memory while it waits."""
+        ids = sum(len(one.request_id) + len(one.transfer_id) for one in self.pulls)
+        return ids + _PULL_BYTES * len(self.pulls) + _BLOCK_BYTES * sum(len(one.blocks) for one in self.pulls)
+
 
 class Pulled(NamedTuple):
     """Prefill → decode, one request of Mooncake's `MooncakeXferResponse`."""
@@ -102,7 +111,7 @@ class Pulled(NamedTuple):
     reason: str | None = None
     """Why not; None: the write has landed."""
     digest: str = ""
-    """Of the prompt whose KV was written (`mooncake.digest_of`): a decode sees by it that the blocks are another prompt's."""
+    """Of the prompt whose KV was written (`mooncake.pulls.digest_of`): by it a decode sees that the blocks are another's."""
     last: bool = True
     """The last answer to a `Pulls`."""
 

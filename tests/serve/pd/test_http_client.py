@@ -5,7 +5,7 @@ import asyncio
 import httpx
 import pytest
 
-from windtunnel.serve.sglang.http_client import ANSWER_LIMIT_BYTES, HttpAsker, NoAnswer
+from windtunnel.serve.pd.http_client import ANSWER_LIMIT_BYTES, HttpAsker, NoAnswer
 
 HOSTILE = {
     "surrogate": "http://\ud800/",
