@@ -26,8 +26,9 @@ from windtunnel.core.vllm.runs import RunVllmEngine
 from windtunnel.sim.policies import PrefixHasher
 from windtunnel.sim.scenario import EnginesSpec, PacingSpec, ScenarioError
 from windtunnel.wire.sglang.metrics import SglangMetrics
+from windtunnel.wire.vllm.cache_config import cache_config_labels
 from windtunnel.wire.vllm.kv_transfer import ABORT_TIMEOUT_S
-from windtunnel.wire.vllm.metrics import VllmMetrics, cache_config_labels
+from windtunnel.wire.vllm.metrics import VllmMetrics
 
 
 class Build(NamedTuple):
