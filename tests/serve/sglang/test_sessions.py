@@ -177,6 +177,20 @@ async def test_replace_ends_a_request_at_work() -> None:
         server.server.engine.check_integrity()
 
 
+@pytest.mark.parametrize("after", ["a", None], ids=["one", "all"])
+async def test_replace_leaves_alone_who_has_the_id_of_an_ended_request(after: str | None) -> None:
+    async with talking(pacing__itl_ns=NEVER_NS) as (server, client):
+        await opened(client)
+        await say(client, turn(FIRST, "a", max_new_tokens=1))
+        other = turn(FIRST, "a", max_new_tokens=9) | {"session_params": None}
+        asking = asyncio.ensure_future(client.post("/generate", json=other))
+        await server.until(lambda: server.states() == ["decode"])
+        await say(client, turn([7], "b", after, replace=True, max_new_tokens=1))
+        assert server.states() == ["decode"]
+        await client.post("/abort_request", json={"rid": "a"})
+        assert (await asking).json()["meta_info"]["completion_tokens"] == 1
+
+
 async def test_a_session_that_is_left_alone_is_closed() -> None:
     """With a timeout of nothing the name is free again at once, and what was in the session is gone."""
     async with talking() as (_server, client):
@@ -293,6 +307,15 @@ async def test_what_cannot_open_a_session(asked: bytes) -> None:
     async with talking() as (_server, client):
         answer = await client.post("/open_session", content=asked)
         assert answer.status_code == 400 and ("timeout must be" in answer.text or "session_id must be" in answer.text)
+
+
+async def test_more_sessions_than_the_limit_are_told_so() -> None:
+    async with talking(limits__stored_responses=1) as (_server, client):
+        await opened(client)
+        second = await client.post("/open_session", json={"capacity_of_str_len": 1})
+        assert second.status_code == 400 and "1 are open" in second.json()["error"]["message"]
+        await client.post("/close_session", json={"session_id": "s"})
+        await opened(client)
 
 
 async def test_an_id_too_long_for_a_session() -> None:
