@@ -67,6 +67,22 @@ def record_of_departure(caplog: pytest.LogCaptureFixture) -> str:
     return lines[0]
 
 
+async def test_a_body_whose_last_piece_is_large_does_not_hide_the_departure() -> None:
+    """uvicorn stops reading after 64 KiB that nobody has fetched, and a client's end is something to read."""
+    async with live(**PHASES["decode"]) as server:
+        client = await RawClient.connect(server.port)
+        request = request_bytes("/v1/completions", BODIES["/v1/completions"] | {"user": "x" * 100_000})
+        head, _, body = request.partition(b"\r\n\r\n")
+        client.send(head + b"\r\n\r\n")
+        await server.until(lambda: any(one.cycle is not None for one in server.process.server_state.connections))
+        (connection,) = server.process.server_state.connections
+        await server.until(lambda: connection.cycle.message_event._waiter is not None)
+        connection.data_received(body)
+        await server.until(lambda: server.states() == ["decode"])
+        client.leave("fin")
+        await server.until(lambda: server.states() == [])
+
+
 async def test_a_pipelined_request_does_not_hide_the_departure() -> None:
     async with live(**PHASES["decode"]) as server:
         client = await RawClient.connect(server.port)

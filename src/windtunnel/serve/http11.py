@@ -336,10 +336,12 @@ class Connection(HttpToolsProtocol):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
+        """uvicorn resumes with the application's next `receive`, which nobody needs after the last piece of a body."""
         if not self._refused:
             if self._lines and all(line.answered for line in self._lines[:-1]):
                 self._lines[-1].arrived_ns = now_ns()
             super().on_message_complete()
+            self.flow.resume_reading()
 
     def pause_writing(self) -> None:
         super().pause_writing()

@@ -102,6 +102,9 @@ def test_guidellm_gives_one_run_for_each_benchmark(tmp_path: Path) -> None:
         ({"chunks": [[1, 1], [2]]}, r"trace.json line 2: chunks\[1\] is \[2\]: must be \[milliseconds, tokens so far\]"),
         ({"chunks": [[2, 1], [1, 2]]}, r"trace.json line 2: chunks\[1\] is \[1.0, 2\]: times must not fall"),
         ({"cached_tokens": 64}, "trace.json line 2: cached_tokens is 64: must be below prompt_tokens 64"),
+        ({"pass": "../x"}, r"trace.json line 2: pass is '../x': must be a number or a name of at most 64 letters"),
+        ({"pass": "x" * 65}, "trace.json line 2: pass is 'x+': must be a number or a name"),
+        ({"pass": [1]}, r"trace.json line 2: pass is \[1\]: must be a number or a name"),
     ],
 )
 def test_errors_name_line_and_field(tmp_path: Path, change: dict[str, Any], message: str) -> None:

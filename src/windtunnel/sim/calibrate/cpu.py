@@ -20,7 +20,7 @@ def read_other_jobs(paths: Sequence[Path]) -> Mapping[str, Series]:
     series: dict[str, list[tuple[float, float]]] = {}
     for row in [row for path in paths for row in read_rows(path)]:
         until_s, cores = row.number("t_s"), row.number("other_cores", most=MOST_CORES)
-        group = series.setdefault(f"pass {row.data['pass']}" if "pass" in row.data else "", [])
+        group = series.setdefault(row.group(), [])
         if group and until_s <= group[-1][0]:
             raise TraceError(f"{row.where}: t_s is {until_s:g}: must be above the {group[-1][0]:g} of the line before")
         group.append((until_s, cores))

@@ -13,6 +13,7 @@ GenAI-Perf's `profile_export.json` has no token counts, so nothing can be fitted
 """
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -28,6 +29,8 @@ MAX_CLIENTS = 1_000_000
 MAX_OUTPUT_TOKENS = 1_000_000
 """Of one request: each becomes a chunk where the tool noted none."""
 _SHOWN_CHARS = 100
+_PASS = re.compile(r"[\w.-]{1,64}", re.ASCII)
+_PASS_FORM = "at most 64 letters, digits, '_', '-' and '.'"
 _NS_PER_UNIT = {"ns": 1e-6, "us": 1e-3, "ms": 1.0, "s": 1e3, "sec": 1e3}
 
 
@@ -55,6 +58,16 @@ class Row:
 
     def part(self, field: str) -> "Row":
         return Row(f"{self.where}: {field}", self._required(field))
+
+    def group(self) -> str:
+        """Named by `pass`, which becomes part of a file's name."""
+        told = self.data.get("pass")
+        if told is None:
+            return ""
+        if isinstance(told, bool) or not isinstance(told, int | float | str) or not _PASS.fullmatch(str(told)):
+            shown = repr(told)[:_SHOWN_CHARS]
+            raise TraceError(f"{self.where}: pass is {shown}: must be a number or a name of {_PASS_FORM}")
+        return f"pass {told}"
 
     def items(self, field: str) -> Sequence[Any]:
         value = self._required(field)
@@ -175,7 +188,7 @@ def _windtunnel_request(row: Row) -> tuple[str, str, int | None, Measured]:
         cached,
         row.number("headers_ms") if data.get("headers_ms") is not None else None,
     )
-    return f"pass {data['pass']}" if "pass" in data else "", load, concurrency, request
+    return row.group(), load, concurrency, request
 
 
 def _chunk(row: Row, at: int, item: Any) -> tuple[float, int]:
