@@ -101,3 +101,17 @@ def test_the_command_line_compares(document: dict[str, Any], tmp_path: Path) -> 
     result = CliRunner().invoke(app, ["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--json"])
     assert result.exit_code == 0
     assert json.loads(result.stdout)["same_storm"] is True
+
+
+@pytest.mark.parametrize("command", ["compare", "report"])
+def test_a_damaged_document_is_refused_with_the_place(document: dict[str, Any], command: str, tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    from windtunnel.cli.main import app
+
+    (tmp_path / "result.json").write_text(json.dumps(document | {"findings": [{"x": 1}]}))
+    folders = [str(tmp_path)] * (2 if command == "compare" else 1)
+    result = CliRunner().invoke(app, [command, *folders])
+    assert result.exit_code == 2
+    assert "result.json: not the result of an experiment: $.findings[0]: " in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["result.json"]

@@ -20,6 +20,7 @@ Document = Mapping[str, Any]
 RESULT_NAME = "result.json"
 REPORT_NAME = "report.html"
 JUNIT_NAME = "junit.xml"
+_SHOWN_CHARS = 200
 ARMS = ("control", "treatment")
 _VERDICT_WORDS = {
     "confirmed": "Confirmed",
@@ -41,13 +42,19 @@ def schema(name: str = "experiment") -> dict[str, Any]:
 
 
 def check_document(document: object) -> None:
-    """Raises DocumentError unless the document has all that a report needs."""
+    """Raises DocumentError unless the document is one of its schema."""
+    from jsonschema import Draft202012Validator
+
     if not isinstance(document, dict):
         raise DocumentError("not a JSON object")
     kind = "storm" if is_storm(document) else "experiment"
-    missing = [key for key in schema(kind)["required"] if key not in document]
+    told, what = schema(kind), "a storm" if kind == "storm" else "an experiment"
+    missing = [key for key in told["required"] if key not in document]
     if missing:
-        raise DocumentError(f"not the result of {'a storm' if kind == 'storm' else 'an experiment'}: {missing[0]!r} is missing")
+        raise DocumentError(f"not the result of {what}: {missing[0]!r} is missing")
+    wrong = next(iter(Draft202012Validator(told).iter_errors(document)), None)
+    if wrong is not None:
+        raise DocumentError(f"not the result of {what}: {wrong.json_path}: {wrong.message[:_SHOWN_CHARS]}")
 
 
 def is_storm(document: Document) -> bool:
