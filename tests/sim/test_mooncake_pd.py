@@ -142,3 +142,18 @@ def test_prefills_and_decodes_must_have_one_connector() -> None:
     mixed = scenario.model_copy(update={"engines": (prefill, decode.model_copy(update={"disagg": {}}))})
     with pytest.raises(ScenarioError, match="the connectors are MooncakeConnector, NixlConnector: prefill and decode must"):
         Cluster(mixed)
+
+
+@pytest.mark.parametrize(
+    ("disagg", "message"),
+    [
+        ({"num_workers": "x"}, "num_workers is 'x': must be a whole number, at least 1"),
+        ({"num_workers": True}, "num_workers is True: must be a whole number"),
+        ({"pull_margin_ns": float("nan")}, "pull_margin_ns is nan: must be a whole number, at least 0"),
+        ({"abort_timeout_ns": float("inf")}, "abort_timeout_ns is inf: must be a whole number, at least 1"),
+        ({"connector": "Moon"}, "connector is 'Moon': must be one of NixlConnector"),
+    ],
+)
+def test_what_a_connector_cannot_be_is_named(disagg: dict[str, Any], message: str) -> None:
+    with pytest.raises(ScenarioError, match=f"engines.disagg: {message}"):
+        Cluster(pd(disagg=disagg))

@@ -155,6 +155,9 @@ def kv_config(spec: EnginesSpec, side_channel: str, engine_id: str) -> KvTransfe
 def connector_of(specs: Sequence[EnginesSpec]) -> str:
     """The one that prefills and decodes share. Raises ScenarioError."""
     names = sorted({str(spec.disagg.get("connector", PULL)) for spec in specs})
+    for name in names:
+        if name not in CONNECTORS:
+            raise ScenarioError(f"engines.disagg: connector is {name!r}: must be one of {', '.join(CONNECTORS)}")
     if len(names) > 1:
         raise ScenarioError(f"engines.disagg: the connectors are {', '.join(names)}: prefill and decode must have the same")
     return names[0]

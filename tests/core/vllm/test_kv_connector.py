@@ -845,7 +845,7 @@ def test_an_ordered_reaper_waits_for_the_oldest() -> None:
         ({"connector": "LMCacheConnectorV1"}, "connector is 'LMCacheConnectorV1': must be one of NixlConnector"),
         ({"role": "both"}, "role is 'both'"),
         ({"load_failure_policy": "retry"}, "load_failure_policy"),
-        ({"lease_ns": 0}, "lease_ns is 0: must be at least 1"),
+        ({"lease_ns": 0}, "lease_ns is 0: must be a whole number, at least 1"),
         ({"side_channel_port": 0}, "side_channel_port"),
         ({"connector": "NixlPushConnector", "bidirectional_kv_xfer": True}, "bidirectional_kv_xfer"),
     ],

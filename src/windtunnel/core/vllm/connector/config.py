@@ -85,8 +85,8 @@ class KvTransferConfig:
                 raise ValueError(f"{name} is {getattr(self, name)!r}: must be one of {', '.join(allowed)}")
         for name, least in _AT_LEAST.items():
             value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"{name} is {value}: must be at least {least}")
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+                raise ValueError(f"{name} is {value!r}: must be a whole number, at least {least}")
         if not self.engine_id:
             raise ValueError("engine_id is empty: must name the engine")
         if not 0 < self.side_channel_port < 65536:
