@@ -250,7 +250,7 @@ main()
 
 
 @pytest.mark.parametrize(
-    "name", ["windtunnel.cli", "typer", "windtunnel.cli.up", "windtunnel.cli.glue", "pydantic", "windtunnel.lab.storm"]
+    "name", ["windtunnel.cli", "typer", "windtunnel.cli.up", "windtunnel.cli.glue", "pydantic", "windtunnel.lab.dry_run"]
 )
 async def test_ctrl_c_while_it_starts_is_a_clean_end(name: str) -> None:
     """By the import at which it comes, since a time would be another one on every machine."""
