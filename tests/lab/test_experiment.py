@@ -25,6 +25,7 @@ from windtunnel.cli import report as report_command
 from windtunnel.cli import storm as storm_command
 from windtunnel.lab import arms
 from windtunnel.lab.arms import Running, count_patterns, fill, running
+from windtunnel.lab.connection import ConnectionCut
 from windtunnel.lab.experiment import Options, Progress, run_experiment, schedule, with_options
 from windtunnel.lab.experiment_file import Arm, Environment, Experiment, parse
 from windtunnel.lab.process_facts import alive as runs
@@ -195,10 +196,14 @@ async def test_a_server_that_is_never_ready_is_stopped(tmp_path: Path, monkeypat
         started.append(await start(*told))
         return started[-1]
 
+    async def cut(*_told: Any) -> None:
+        raise ConnectionCut("nobody home")
+
     monkeypatch.setattr(arms, "_start", seen)
+    monkeypatch.setattr(arms, "fetch", cut)
     never = f"http://127.0.0.1:{free_port()}/"
     arm = Arm.model_validate({"command": server_command(), "ready_url": never, "ready_timeout": "200ms"})
-    with pytest.raises(Environment, match="did not answer 200"):
+    with pytest.raises(Environment, match=r"did not answer 200 within 200ms \(nobody home\)"):
         async with running(arm, tmp_path / "log", time_scale=1, seed=0):
             pass
     (process,) = started

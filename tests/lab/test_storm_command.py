@@ -72,6 +72,18 @@ async def test_a_folder_gets_document_report_and_junit(tmp_path: Path) -> None:
     assert suite.get("failures") == str(len(document["findings"]))
 
 
+async def test_a_target_with_one_api_is_asked_by_that_one_alone() -> None:
+    """Probes, known pairs and bystanders, too; and who names another one is told."""
+    async with fake("chat-only") as (server, url):
+        code, out, err = await storm(url, *SMALL, "--api", "chat", "--json")
+        refused, _, told = await storm(url, *SMALL, "--api", "completions")
+    document = json.loads(out)
+    assert (code, document["findings"]) == (0, []), err
+    assert document["oracle"] and document["bystanders"] == {"sent": 6, "non_200": 0, "harmed": 0, "by_status": {"200": 6}}
+    assert server.left == 4
+    assert refused == 2 and "does not answer a plain stream by completions" in told and "--api" in told
+
+
 async def test_report_makes_a_storms_files_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     async with fake() as (_, url):
         code, out, _ = await storm(url, *SMALL, "--json")
@@ -82,11 +94,22 @@ async def test_report_makes_a_storms_files_again(tmp_path: Path, capsys: pytest.
     assert "Clean" in (tmp_path / "report.html").read_text()
 
 
-def test_single_storms_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "result.json").write_text(json.dumps(dict.fromkeys(schema("storm")["required"])))
-    with pytest.raises(typer.Exit):
-        compare_command.compare(tmp_path, tmp_path)
-    assert "one storm; two results of windtunnel experiment run can be compared" in capsys.readouterr().err
+async def test_two_storms_are_compared_by_their_findings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Numbers of one storm each are shown and not tested."""
+    for name, defects in (("before", ()), ("after", ("bystander-500",))):
+        async with fake(*defects) as (_, url):
+            await storm(url, *SMALL, "--out", str(tmp_path / name))
+    with pytest.raises(typer.Exit) as told:
+        compare_command.compare(tmp_path / "before", tmp_path / "after")
+    out = capsys.readouterr().out
+    assert told.value.exit_code == 1
+    assert "finding new: storm bystander_error\n" in out
+    assert "bystanders.harmed: 0 → 0.5 (one storm each: not tested)\n" in out
+    with pytest.raises(typer.Exit) as told:
+        compare_command.compare(tmp_path / "after", tmp_path / "before", as_json=True)
+    document = json.loads(capsys.readouterr().out)
+    assert (told.value.exit_code, document["worse"]) == (0, False)
+    assert document["findings"] == [{"arm": "storm", "new": [], "gone": ["bystander_error"], "both": []}]
 
 
 def essence(document: dict[str, Any]) -> dict[str, Any]:

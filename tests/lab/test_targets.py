@@ -23,9 +23,12 @@ from windtunnel.lab.target import make_target
 
 
 @asynccontextmanager
-async def over_tls(certificate: Path, *defects: str, clients: Path | None = None) -> AsyncIterator[str]:
+async def over_tls(
+    certificate: Path, *defects: str, clients: Path | None = None, version: ssl.TLSVersion = ssl.TLSVersion.TLSv1_3
+) -> AsyncIterator[str]:
     """`clients` vouches for those who may come; None: anybody."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.maximum_version = version
     context.load_cert_chain(certificate)
     if clients is not None:
         context.verify_mode = ssl.CERT_REQUIRED

@@ -1,6 +1,8 @@
 """TLS with certificates of one's own, on both sides, over real sockets."""
 
+import asyncio
 import json
+import ssl
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
@@ -14,7 +16,7 @@ from tests.lab.test_findings import PLAN
 from tests.lab.test_storm_command import SMALL, storm
 from tests.lab.test_targets import over_tls
 
-from windtunnel.lab.connection import How
+from windtunnel.lab.connection import Connection, ConnectionCut, How, Origin, fetch
 from windtunnel.lab.experiment import Options, run_experiment
 from windtunnel.lab.experiment_file import Environment, ExperimentError, parse
 from windtunnel.lab.findings import find
@@ -22,7 +24,7 @@ from windtunnel.lab.plan import Role
 from windtunnel.lab.record import End
 from windtunnel.lab.storm import run_storm
 from windtunnel.lab.target import TargetError, find_model, make_target
-from windtunnel.lab.trust import Trust, check_trust
+from windtunnel.lab.trust import USUAL, Trust, check_trust
 
 
 @pytest.mark.parametrize("clients", ["1", "2"])
@@ -35,16 +37,42 @@ async def test_a_ca_and_a_client_certificate(certificate: Path, clients: str) ->
     assert "PRIVATE KEY" not in out + err
 
 
-async def test_who_comes_without_a_certificate_is_not_let_in(certificate: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+async def test_who_comes_without_a_certificate_is_not_let_in(
+    certificate: Path, version: ssl.TLSVersion, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With TLS 1.3 the server says so after the handshake, and closes. What the client meets first is the kernel's: the alert,
     the end, a reset, or a broken pipe as it writes. So it is the server that tells that nobody came in.
     """
     served = Mock()
     monkeypatch.setattr(FakeServer, "serve", served)
-    async with over_tls(certificate, clients=certificate) as url:
+    async with over_tls(certificate, clients=certificate, version=version) as url:
         code, _, err = await storm(url, *SMALL, "--ca", str(certificate))
     assert code == 2 and err.startswith(f"windtunnel: {url}/v1/models: ")
+    assert "does it want a certificate of its clients? (--client-cert" in err
     assert not served.called
+
+
+@pytest.mark.parametrize("how", [How.FIN, How.RST])
+async def test_a_server_that_ends_the_connection_unasked_may_want_a_certificate(certificate: Path, how: How) -> None:
+    """A TLS 1.3 server whose alert is lost. A client that has shown one, or that came by plain TCP, is asked nothing."""
+
+    def end(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        Connection(reader, writer).leave(how)
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate)
+    pem = str(certificate)
+    for tls, trust, asked in (
+        (context, Trust(ca=pem), True),
+        (context, Trust(ca=pem, client_cert=pem), False),
+        (None, USUAL, False),
+    ):
+        async with await asyncio.start_server(end, "127.0.0.1", 0, ssl=tls) as server:
+            origin = Origin("https" if tls else "http", "127.0.0.1", server.sockets[0].getsockname()[1], trust=trust)
+            with pytest.raises((ConnectionCut, OSError)) as told:
+                await fetch(origin, "GET", "/", {})
+        assert ("--client-cert" in str(told.value)) is asked
 
 
 async def test_a_target_can_be_taken_for_what_it_says(certificate: Path) -> None:
@@ -73,7 +101,7 @@ async def test_grpc_with_certificates_on_both_sides(certificate: Path) -> None:
         async with grpc_door(fake, tls) as (port, _):
             url, trust = f"grpcs://127.0.0.1:{port}", Trust(ca=str(certificate), client_cert=str(certificate))
             result = await run_storm(make_target(url, "fake", metrics_urls=metrics, trust=trust), plan)
-            with pytest.raises(TargetError, match="does not answer a plain stream"):
+            with pytest.raises(TargetError, match=r"does not answer a plain stream.*does it want a certificate of its clients"):
                 await run_storm(make_target(url, "fake", metrics_urls=metrics, trust=replace(trust, client_cert=None)), plan)
     finally:
         await fake.stop()

@@ -19,6 +19,7 @@ from windtunnel.core.vllm.connector.seam import Peer, Pull, Pulled, Pulls
 
 BYTES_LIMIT = 16 * 1024 * 1024
 RANKS_LIMIT = 1024
+MAX_BLOCK_BYTES = 1 << 40
 _REASON_LIMIT = 500
 FINISH, CONTINUE, ERROR, LAYOUT_MISS = range(4)
 """`MooncakeXferResponseStatus`."""
@@ -31,7 +32,7 @@ class MooncakeError(ValueError):
 
 
 class XferMetadata(msgspec.Struct, omit_defaults=True):
-    """A pull. The layout of the caches is empty: nothing is written to these addresses."""
+    """A pull. All ranks and layers are one region here, whose blocks have so many bytes; nothing is written to addresses."""
 
     remote_hostname: str
     remote_port: int
@@ -63,8 +64,8 @@ def encode_pulls(pulls: Pulls) -> bytes:
         remote_tp_rank=0,
         req_blocks={one.request_id: (one.transfer_id, [list(one.blocks)] if one.blocks else []) for one in pulls.pulls},
         kv_caches_base_addr=[],
-        block_lens=[],
-        kv_block_lens=[],
+        block_lens=[pulls.block_bytes],
+        kv_block_lens=[pulls.block_bytes],
         windtunnel_engine_id=decode.engine_id,
     )
     return msgspec.msgpack.encode(metadata)
@@ -82,7 +83,9 @@ def decode_pulls(data: bytes) -> Pulls:
     if not 0 < len(told.req_blocks) <= MAX_PULLS:
         raise MooncakeError(f"a pull of {len(told.req_blocks)} requests: must be 1 to {MAX_PULLS}")
     decode = Peer(told.windtunnel_engine_id, told.remote_hostname, told.remote_port, told.remote_tp_size)
-    return Pulls(decode, tuple(_pull(request_id, *one) for request_id, one in told.req_blocks.items()))
+    if len(told.kv_block_lens) != 1 or not 0 < told.kv_block_lens[0] <= MAX_BLOCK_BYTES:
+        raise MooncakeError(f"a pull: kv_block_lens must have the bytes of a block, 1 to {MAX_BLOCK_BYTES}")
+    return Pulls(decode, tuple(_pull(request_id, *one) for request_id, one in told.req_blocks.items()), told.kv_block_lens[0])
 
 
 def _pull(request_id: str, transfer_id: str, groups: Sequence[Sequence[int]]) -> Pull:
