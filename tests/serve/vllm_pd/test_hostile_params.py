@@ -103,7 +103,7 @@ async def test_false_ids_at_a_true_address_push_nobody_out(monkeypatch: pytest.M
     """The engine takes no such hand, so its transport must not remember it either."""
     monkeypatch.setattr("windtunnel.core.vllm.connector.peers.MAX_PEERS", 2)
     monkeypatch.setattr("windtunnel.serve.vllm_pd.base.MAX_PEERS", 2)
-    async with pair({"pacing__time_scale": 10.0}) as pd:
+    async with pair() as pd:
         assert (await _decode(pd, COMPLETION | {"kv_transfer_params": await pd.prefilled()}))[0] == 200
         for number in range(3):
             lied = await pd.prefilled() | {"remote_engine_id": f"false-{number}"}
