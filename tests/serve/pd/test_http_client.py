@@ -57,5 +57,5 @@ async def test_an_answer_that_takes_for_ever_is_no_answer() -> None:
     """A timeout of httpx is one read's, and each byte begins it again."""
     transport = httpx.MockTransport(lambda _request: httpx.Response(200, stream=Drips()))
     async with httpx.AsyncClient(transport=transport) as client, asyncio.timeout(PATIENCE_S):
-        with pytest.raises(NoAnswer, match="GET http://one/query: TimeoutError no whole answer within 0.02 s"):
+        with pytest.raises(NoAnswer, match=r"no whole answer within 0\.02 s"):
             await ask(client, "GET", "http://one/query", httpx.Timeout(0.01))
