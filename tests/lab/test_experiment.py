@@ -361,7 +361,7 @@ def test_run_through_the_command_line(text: str, tmp_path: Path) -> None:
 
 
 def test_the_reproduce_command_reproduces(text: str, tmp_path: Path) -> None:
-    """It names the file, not only the experiment in it, and carries every option that matters."""
+    """It names the file, not only the experiment in it, and carries every option that matters. Trials are told as they end."""
     (tmp_path / "fake.toml").write_text(text, "utf-8")
     options = ["--trials", "2", "--seed", "5", "--time-scale", "2", "--aa", "treatment", "--looks", "2"]
     runs = [["experiment", "run", str(tmp_path / "fake.toml"), *options]]
@@ -369,6 +369,8 @@ def test_the_reproduce_command_reproduces(text: str, tmp_path: Path) -> None:
     for _ in range(2):
         result = CliRunner().invoke(app, [*runs[-1], "--json"])
         documents.append(json.loads(result.stdout))
+        assert "control, trial 1 (1 of 4)" in result.stderr or "treatment, trial 1 (1 of 4)" in result.stderr
+        assert "(4 of 4): 0 of 12 bystanders harmed, 4 of 4 later streams complete" in result.stderr
         program, *words = shlex.split(documents[-1]["reproduce"])
         assert program == "windtunnel"
         runs.append(words)

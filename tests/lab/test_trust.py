@@ -15,7 +15,9 @@ from tests.lab.fake_server import FakeServer
 from tests.lab.test_findings import PLAN
 from tests.lab.test_storm_command import SMALL, storm
 from tests.lab.test_targets import over_tls
+from typer.testing import CliRunner
 
+from windtunnel.cli.main import app
 from windtunnel.lab.connection import Connection, ConnectionCut, How, Origin, fetch
 from windtunnel.lab.experiment import Options, run_experiment
 from windtunnel.lab.experiment_file import Environment, ExperimentError, parse
@@ -175,19 +177,20 @@ WRONG = {
 
 
 @pytest.mark.parametrize("message", WRONG)
-async def test_what_cannot_be_used_is_named(message: str, tmp_path: Path) -> None:
+def test_what_cannot_be_used_is_named(message: str, tmp_path: Path) -> None:
     (tmp_path / "empty").write_text("nothing")
-    told = {
+    named = {
         name: str(tmp_path / value) for name in ("ca", "client_cert", "client_key") if (value := getattr(WRONG[message], name))
     }
-    trust = replace(WRONG[message], **told)
+    trust = replace(WRONG[message], **named)
     with pytest.raises(ValueError, match=f"^{message}"):
         check_trust(trust)
-    flags = [word for name, value in told.items() for word in (f"--{name.replace('_', '-')}", value)]
-    code, _, err = await storm("https://127.0.0.1:1", *flags, *(["--insecure"] if trust.insecure else []))
-    assert code == 2 and f"--{message.partition(':')[0].replace('_', '-')}: " in err
+    flags = [word for name, value in named.items() for word in (f"--{name.replace('_', '-')}", value)]
+    words = ["storm", "https://127.0.0.1:1", *flags, *(["--insecure"] if trust.insecure else [])]
+    told = CliRunner().invoke(app, words)
+    assert told.exit_code == 2 and f"--{message.partition(':')[0].replace('_', '-')}: " in told.stderr
     inline = ", ".join(
-        [*(f'{name} = "{value}"' for name, value in told.items()), *(["insecure = true"] if trust.insecure else [])]
+        [*(f'{name} = "{value}"' for name, value in named.items()), *(["insecure = true"] if trust.insecure else [])]
     )
     with pytest.raises(ExperimentError, match=rf"^x:\d+: arms\.control\.tls: {message}"):
         parse(arm("https://127.0.0.1:1", f"{{ {inline} }}"), "x")

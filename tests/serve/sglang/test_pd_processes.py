@@ -13,8 +13,10 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.serve.live import serving
 
-from windtunnel.serve.up.plan import UpError, preset, read, with_args
+from windtunnel.serve.flags import parse_args
+from windtunnel.serve.up.plan import Ports, UpError, preset, read, with_args
 from windtunnel.serve.up.processes import Fleet, Up
 
 PATIENCE_S = 60
@@ -65,14 +67,12 @@ async def running(router: Any = "windtunnel", **args: list[str]) -> AsyncIterato
         await fleet.stop()
 
 
-async def unified_answer(body: dict[str, Any]) -> dict[str, Any]:
-    fleet = Fleet(type(preset("sglang"))(preset("sglang", workers=1).servers, "none", liveness_s=0))
-    try:
-        up = await fleet.start()
-        async with httpx.AsyncClient(timeout=PATIENCE_S, trust_env=False) as client:
-            return (await client.post(f"{up.url}/v1/completions", json=body)).json()  # type: ignore[no-any-return]
-    finally:
-        await fleet.stop()
+async def unified_answer(body: dict[str, Any], engine: str = "sglang") -> dict[str, Any]:
+    """Of a server of `up` that is alone. It is no process of its own: only its words count here."""
+    (one,) = preset(engine, workers=1).servers
+    words = [Ports({one.name: 0}).fill(word, one.name) for word in one.args]
+    async with serving(parse_args(words).config) as server, httpx.AsyncClient(timeout=PATIENCE_S, trust_env=False) as client:
+        return (await client.post(f"{server.url}/v1/completions", json=body)).json()  # type: ignore[no-any-return]
 
 
 async def test_the_text_is_the_unified_servers_and_everything_is_given_back() -> None:
