@@ -30,6 +30,11 @@ def test_the_first_token_of_an_answer_keeps_its_space_behind_a_prompt(prompt: tu
     assert len(state._after) <= PROMPT_END
 
 
+def test_a_prompt_s_number_that_is_no_token_has_no_text() -> None:
+    """vLLM's derender takes any as the prompt of what is derendered."""
+    assert tokenizer().detokenizer(after=(0, 1 << 40)).push((2,)) == " goes"
+
+
 def test_an_end_of_the_prompt_that_is_cut_within_a_character_is_no_part_of_the_answer() -> None:
     """A vocabulary with bytes to fall back on decodes a run of them as a whole or not at all."""
     vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"▁goes": 256}

@@ -97,7 +97,8 @@ class FolderTokenizer:
         return self._inner.id_to_token(token_id) or ""
 
     def detokenizer(self, *, skip_special_tokens: bool = True, after: Sequence[int] = ()) -> "FolderDetokenizer":
-        return FolderDetokenizer(self._inner, skip_special_tokens, after)
+        known = [token for token in after if token < self.vocab_size]
+        return FolderDetokenizer(self._inner, skip_special_tokens, known)
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], options: TemplateOptions = AS_USUAL) -> str:
         """The rendered prompt. Raises ValueError with the template's own message."""
