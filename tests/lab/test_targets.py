@@ -144,6 +144,7 @@ async def test_known_answers_of_a_foreign_server_are_compared_word_for_word() ->
     found = {one.name: one for one in find(result)}
     assert "alike twice before the storm" in found["corrupt_stream"].evidence[0]
     assert any("3 of 3 prompts" in note for note in result.notes)
+    assert set(found) == {"corrupt_stream"}  # what is asked after the last sample is not missed in it
 
 
 async def test_a_watched_gauge_of_an_unknown_server_shows_its_leak() -> None:

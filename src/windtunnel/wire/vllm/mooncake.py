@@ -14,11 +14,10 @@ import msgspec
 from pydantic import BaseModel, Field
 
 from windtunnel.core.vllm.connector.mooncake.pulls import MAX_PULLS
-from windtunnel.core.vllm.connector.params import HOST_LIMIT_BYTES, ID_LIMIT_BYTES, MAX_BLOCK, MAX_BLOCKS, is_text
+from windtunnel.core.vllm.connector.params import HOST_LIMIT_BYTES, ID_LIMIT_BYTES, MAX_BLOCK, MAX_BLOCKS, MAX_RANKS, is_text
 from windtunnel.core.vllm.connector.seam import Peer, Pull, Pulled, Pulls
 
 BYTES_LIMIT = 16 * 1024 * 1024
-RANKS_LIMIT = 1024
 MAX_BLOCK_BYTES = 1 << 40
 _REASON_LIMIT = 500
 FINISH, CONTINUE, ERROR, LAYOUT_MISS = range(4)
@@ -78,7 +77,7 @@ def decode_pulls(data: bytes) -> Pulls:
         raise MooncakeError("a pull of an engine with real memory: a simulator has nothing to write there")
     if not is_text(told.windtunnel_engine_id, ID_LIMIT_BYTES) or not is_text(told.remote_hostname, HOST_LIMIT_BYTES):
         raise MooncakeError("a pull: the engine's id or its host is too long, or no text")
-    if not (0 < told.remote_port < 65536 and 1 <= told.remote_tp_size <= RANKS_LIMIT):
+    if not (0 < told.remote_port < 65536 and 1 <= told.remote_tp_size <= MAX_RANKS):
         raise MooncakeError(f"a pull: port {told.remote_port} or tensor-parallel size {told.remote_tp_size} is out of range")
     if not 0 < len(told.req_blocks) <= MAX_PULLS:
         raise MooncakeError(f"a pull of {len(told.req_blocks)} requests: must be 1 to {MAX_PULLS}")
@@ -176,10 +175,10 @@ def worker_addresses(body: bytes) -> dict[str, str]:
 
 
 def engine_ids(body: bytes) -> dict[int, str]:
-    """The same: of each data-parallel rank its engine id, from one to `RANKS_LIMIT` of them. Raises MooncakeError."""
+    """The same: of each data-parallel rank its engine id, from one to `MAX_RANKS` of them. Raises MooncakeError."""
     ids = {int(rank): entry.engine_id for rank, entry in _entries(body).items() if re.fullmatch("[0-9]{1,9}", rank)}
-    if not 0 < len(ids) <= RANKS_LIMIT:
-        raise MooncakeError(f"{len(ids)} engines are registered: must be 1 to {RANKS_LIMIT}")
+    if not 0 < len(ids) <= MAX_RANKS:
+        raise MooncakeError(f"{len(ids)} engines are registered: must be 1 to {MAX_RANKS}")
     return ids
 
 
