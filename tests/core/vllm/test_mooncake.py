@@ -19,7 +19,7 @@ from windtunnel.core.vllm.connector.mooncake import sender as sender_module
 from windtunnel.core.vllm.connector.mooncake.connector import MooncakeConnector
 from windtunnel.core.vllm.connector.mooncake.pulls import MAX_PULLS
 from windtunnel.core.vllm.connector.params import ID_LIMIT_BYTES
-from windtunnel.core.vllm.connector.seam import AskHandshake, Peer, Pull, Pulled, Pulls, StartWrite
+from windtunnel.core.vllm.connector.seam import Arrived, AskHandshake, Peer, Pull, Pulled, Pulls, StartWrite
 
 PATIENCE_NS = 50 * MS
 MARGIN_NS = 5 * MS
@@ -43,7 +43,8 @@ class Mooncake(Pair):
 
     def __init__(self, **more: Any) -> None:
         kv = {**KV, **more.pop("kv", {})}
-        super().__init__(kv=kv, prefill_kv=PRODUCER | more.pop("prefill_kv", {}), decode_kv=CONSUMER, **more)
+        producer, consumer = PRODUCER | more.pop("prefill_kv", {}), CONSUMER | more.pop("decode_kv", {})
+        super().__init__(kv=kv, prefill_kv=producer, decode_kv=consumer, **more)
 
     def ask_p(self, name: str, prompt: int = 100, **more: Any) -> None:
         self.submit(self.p, prefill_leg(name, prompt, **{"kv_transfer": to_p(name), **more}))
@@ -380,6 +381,23 @@ def test_twice_as_many_pulls_as_workers_fill_a_prefill_and_a_good_one_waits_behi
     pair.rest()
 
 
+def test_a_place_that_a_refused_pull_gives_back_is_taken_at_once() -> None:
+    """Whoever waits for it does not wait for what is held to run out."""
+    pair = Mooncake(kv={"num_workers": 1}, prefill=SLOW | {"num_blocks": 400}, decode={"num_blocks": 400})
+    for name in ("x", "y", "a"):
+        pair.ask_d(name, 200)
+        pair.run(lambda name=name: waiting(pair, name))
+    pair.run(lambda: bool(mooncake_of(pair.p).sender._queue))
+    pair.ask_p("x", 40)
+    pair.run(lambda: "x-d" in pair.d.finish)
+    pair.run(limit_ns=pair.now_ns + MS)
+    assert pair.d.finish["x-d"] is FinishReason.ERROR and not mooncake_of(pair.p).sender._queue
+    pair.ask_p("a", 200)
+    pair.done("a")
+    assert pair.now_ns < PATIENCE_NS
+    pair.rest()
+
+
 def test_what_waits_for_a_place_is_limited_by_its_size_too(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Mooncake(kv={"num_workers": 1}, decode={"num_blocks": 400})
     sender = mooncake_of(pair.p).sender
@@ -512,6 +530,52 @@ def test_a_pull_that_waited_for_an_aborted_prefill_is_not_served_by_another_one_
     pair.rest()
 
 
+# Caches of another shape
+
+
+def test_blocks_of_another_size_are_refused_at_once() -> None:
+    """Of another block size or model: whatever was written would be somebody else's KV. The prefill's wait for their time."""
+    pair = Mooncake(decode={"block_size": 32})
+    pair.ask_p("a")
+    pair.ask_d("a")
+    pair.done("a")
+    assert pair.d.finish["a-d"] is FinishReason.ERROR and pair.now_ns < PATIENCE_NS and pair.writes() == []
+    assert [said.reason for said in pair.words(Pulled)] == ["Mooncake KV region length mismatch: local=16, remote=32."]
+    pair.rest()
+    assert pair.p.counters["mooncake_num_kv_expired_reqs"] == 1
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (1, 4), (4, 2), (2, 4)])
+def test_ranks_that_divide_one_another_are_paired(prefill: int, decode: int) -> None:
+    pair = Mooncake(prefill_kv={"tp_size": prefill}, decode_kv={"tp_size": decode})
+    pair.ask_p("a")
+    pair.ask_d("a")
+    pair.done("a")
+    assert pair.d.tokens["a-d"] == answer("a")
+    pair.rest()
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(2, 3), (3, 2), (4, 6)])
+def test_ranks_that_do_not_fail_the_request(prefill: int, decode: int) -> None:
+    pair = Mooncake(prefill_kv={"tp_size": prefill}, decode_kv={"tp_size": decode})
+    pair.ask_p("a")
+    pair.ask_d("a")
+    pair.done("a")
+    assert pair.d.finish["a-d"] is FinishReason.ERROR and pair.words(Pulls) == []
+    assert any("is not divisible by" in line for line in pair.d.engine.take_warnings())
+    pair.rest()
+
+
+def test_a_pull_of_ranks_that_cannot_be_paired_is_refused_by_the_prefill_too() -> None:
+    """A decode that did not look."""
+    pair = Mooncake(prefill_kv={"tp_size": 2})
+    pulls = Pulls(Peer("engine-d", "d", 5700, 3), (Pull("a-d", "xfer-a", (1,)), Pull("b-d", "xfer-b", ())), 16)
+    pair.tell(pair.p, Arrived(pulls))
+    reason = "Remote tensor parallel size 3 is not divisible by local tensor parallel size 2."
+    assert pair.words(Pulled) == [Pulled("a-d", reason, last=False), Pulled("b-d", reason)]
+    pair.rest()
+
+
 # One id, several requests
 
 
@@ -535,6 +599,21 @@ def test_a_sibling_that_is_aborted_strands_what_the_other_one_holds() -> None:
     pair.abort(pair.p, "1_b-p")
     pair.run()
     assert pair.p.engine.outstanding()["stranded"] == 1 and pair.p.used_blocks == 2
+
+
+def test_who_waited_for_an_aborted_sibling_takes_nothing_along_when_its_patience_ends() -> None:
+    """The id came back with a pull that found too few blocks, and what is held under it runs out on its own."""
+    pair = Mooncake(prefill=SLOW | {"num_blocks": 400}, decode={"num_blocks": 400})
+    pair.submit(pair.p, *children(prefill_leg("a", 800, kv_transfer=to_p("a")), 0))
+    pair.submit(pair.p, *children(prefill_leg("b", 800, kv_transfer=to_p("a")), 1))
+    pair.ask_d("a", 800)
+    pair.run(lambda: bool(pair.p.engine.outstanding()["pulls"]))
+    pair.abort(pair.p, "1_b-p")
+    pair.submit(pair.d, decode_leg("c", to_d("a"), 1000))
+    pair.done("a", "c")
+    assert [said.reason for said in pair.words(Pulled)] == ["P num blocks less than D", "Timeout waiting for P side ready."]
+    pair.rest()
+    assert pair.p.counters["mooncake_num_kv_expired_reqs"] == 1
 
 
 def test_two_prompts_under_one_id_get_the_same_blocks_and_one_answer_is_wrong() -> None:

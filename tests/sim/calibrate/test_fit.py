@@ -167,6 +167,7 @@ def test_a_run_that_changed_half_way_is_beyond_any_profile() -> None:
     assert [real for real, _ours in gap.halves] == [5.0, 7.0] and gap.measured_ms == 6.0
     assert not gap.alike and not gap.steady and gap.within_reach == 0.0
     assert first.alike and first.steady and first.within_reach == 1.0
+    assert gap.resampled_share < first.resampled_share == 1.0
     off = replace(gap, predicted_ms=4.0, measured_high_ms=9.0, measured_low_ms=5.0)
     assert markdown([off]).endswith("** ≠ |")
     assert summary([off, first])[0].startswith("Left out: ")

@@ -50,7 +50,7 @@ class SglangSequence:
         self.tag = f"{request.request_id}#{arrived}"
         """Owner of its pages; unique even if the request id comes again."""
         self.prompt_len = len(request.prompt_token_ids)
-        self.output_limit = max(1, min(request.max_tokens, config.max_request_tokens - self.prompt_len))
+        self.output_limit = max(1, min(request.max_tokens, config.max_request_tokens - self.prompt_len - 1))
         self.state = State.NEW
         self.since_ns = self.queued_ns = now_ns
         self.started_ns = 0

@@ -27,7 +27,7 @@ class Prediction:
     """One quantity of one run, in milliseconds. `low_ms` and `high_ms` are the extremes over the seeds.
 
     `measured_low_ms` and `measured_high_ms` bound the measured one in 95 of 100 resamplings of the run's requests: how well so
-    few requests know it, whatever the machine did meanwhile.
+    few requests know it, whatever the machine did meanwhile. In `resampled_share` of them it would hit as a prediction.
 
     `halves` are (measured, predicted) of the first and of the second half of its requests; none if they are too few.
     """
@@ -42,6 +42,7 @@ class Prediction:
     high_ms: float
     measured_low_ms: float
     measured_high_ms: float
+    resampled_share: float
     halves: tuple[tuple[float, float], ...] = ()
 
     @property
@@ -104,7 +105,8 @@ def _of_run(run: Run, fitted: bool, profile: Profile, limits: EngineLimits, seed
         for percentile in TOLERANCE:
             each = [float(np.percentile(one[0][quantity], percentile)) for one in simulated]
             real = float(np.percentile(measured[0][quantity], percentile))
-            low, high = np.percentile(resampled[quantity, percentile], _BOUNDS)
+            drawn = np.array(resampled[quantity, percentile])
+            low, high = np.percentile(drawn, _BOUNDS)
             yield Prediction(
                 run.name,
                 fitted,
@@ -116,6 +118,7 @@ def _of_run(run: Run, fitted: bool, profile: Profile, limits: EngineLimits, seed
                 max(each),
                 float(low),
                 float(high),
+                float(np.mean(np.abs(drawn - real) <= TOLERANCE[percentile] * real)),
                 _halves(measured, simulated, quantity, percentile),
             )
 
@@ -178,13 +181,14 @@ def summary(rows: Sequence[Prediction]) -> list[str]:
         f"{sum(row.within_sampling_error for row in missed)} of the misses are{NOISE_MARK}, "
         f"{sum(not row.steady for row in missed)} are{DRIFT_MARK}"
     )
-    reach = sum(row.within_reach for row in rows)
+    reach, drawn = sum(row.within_reach for row in rows), sum(row.resampled_share for row in rows)
     return [
         f"Left out: {len(rows) - len(missed)} of {len(rows)} predictions hit; {marks}.",
         f"Off by (root mean square of log ratios, itl_token not counted): {', '.join(_offs(rows))}.",
         f"Halves of a run, taken as predictions of each other: {sum(row.alike for row in rows)} of {len(rows)} hit; "
         f"each divided by its own prediction: {sum(row.steady for row in rows)}.",
-        f"A prediction exact about each whole run would hit {reach:g} of {len(rows)} for its halves.",
+        f"A prediction exact about each whole run would hit {reach:g} of {len(rows)} for its halves, "
+        f"{drawn:.0f} if its requests were drawn anew.",
     ]
 
 

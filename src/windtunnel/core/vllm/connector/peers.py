@@ -56,7 +56,7 @@ class PeerBook:
         peer, answer = report.peer, report.answer
         if peer not in self._waiting:
             return None
-        reason = self._mismatch(peer, answer)
+        reason = self.mismatch(peer, answer)
         if reason is None:
             if len(self._ready) >= MAX_PEERS:
                 del self._ready[next(iter(self._ready))]
@@ -64,14 +64,15 @@ class PeerBook:
             self.outgoing += self._waiting.pop(peer)
         return reason
 
-    def _mismatch(self, peer: Peer, answer: Handshake) -> str | None:
+    def mismatch(self, peer: Peer, answer: Handshake) -> str | None:
+        """Why this hand is not taken; None if it is."""
         if answer.engine_id != peer.engine_id:
             expected, received = shown(peer.engine_id), shown(answer.engine_id)
             return f"Remote NIXL agent engine ID mismatch. Expected {expected}, received {received}."
         mine = self._config.compatibility_hash
         if self._config.enforce_handshake_compat and answer.compatibility_hash != mine:
             return f"NIXL compatibility hash mismatch. Local: {mine}, Remote: {shown(answer.compatibility_hash)}."
-        return None
+        return ranks_mismatch(self._config.tp_size, answer.tp_size)
 
     def given_up(self, peer: Peer) -> list[Ask] | None:
         """The handshake has failed: what waited for it and will not go out; None if none was under way."""
@@ -127,6 +128,17 @@ class Heart:
     def clear(self) -> None:
         self._wanted.clear()
         self._remotes.clear()
+
+
+def ranks_mismatch(local: int, remote: int) -> str | None:
+    """Why tensor-parallel ranks cannot be paired: vLLM's assertions of `TransferTopology.tp_ratio`; None if they can.
+
+    Of the larger side so many ranks read from (or are read by) one of the smaller.
+    """
+    if max(local, remote) % min(local, remote) == 0:
+        return None
+    larger, smaller = (("Local", local), ("remote", remote)) if local > remote else (("Remote", remote), ("local", local))
+    return f"{larger[0]} tensor parallel size {larger[1]} is not divisible by {smaller[0]} tensor parallel size {smaller[1]}."
 
 
 def portions(items: tuple[Item, ...], size: int) -> list[tuple[Item, ...]]:
