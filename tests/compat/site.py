@@ -22,7 +22,7 @@ from windtunnel.serve.up.routers import Worker as ToldWorker
 from windtunnel.serve.up.routers import registration
 
 START_S = 120
-ANSWER_S = 30
+ANSWER_S = 60
 FREE_S = 1.5
 """A worker that still works for a client that left so long ago is not freed by its leaving, if there were turns to do it in."""
 TURNS = 100
@@ -68,11 +68,10 @@ class Worker:
         return [one for one in self.heard if isinstance(one.body, dict) and one.path in GENERATING]
 
     def empty(self) -> bool:
-        """Nothing runs, waits, or is held. A prefill keeps the room of a leg that it refused, or stranded blocks."""
+        """Nothing runs, waits, or is held. A prefill keeps the room of a leg that never reached it, or stranded blocks."""
         outstanding = getattr(self.live.server.engine, "outstanding", dict)()
-        for name in ("stray_rooms", "stranded"):
-            outstanding.pop(name, None)
-        held = sum(outstanding.values())
+        kept = 2 * outstanding.get("stray_rooms", 0) + outstanding.get("stranded", 0)
+        held = sum(outstanding.values()) - kept
         return not any((self.live.states(), len(self.live.server.jobs), held))
 
     def connected(self) -> bool:

@@ -37,6 +37,7 @@ PEER = Peer(
             registers=True,
             connector="mooncake",
         ),
+        Mode("vLLM P/D, Mooncake, gRPC", "vllm", _PAIR, _LEGS, grpc=True, connector="mooncake"),
     ),
     (
         Setup(

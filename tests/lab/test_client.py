@@ -7,10 +7,12 @@ from contextlib import asynccontextmanager
 import pytest
 
 from windtunnel.core.units import MS, S
-from windtunnel.lab.client import Leave, Session, run_request
+from windtunnel.lab.client import run_request
 from windtunnel.lab.connection import How, parse_origin
+from windtunnel.lab.leave import Leave
 from windtunnel.lab.plan import Api, Moment, Role, Trigger
 from windtunnel.lab.record import Ask, End, StreamRecord
+from windtunnel.lab.session import Session
 from windtunnel.lab.target import Target, make_target
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"

@@ -18,17 +18,18 @@ from tests.lab.fake_server import FakeServer
 
 from windtunnel.core.units import MS, S
 from windtunnel.lab.arms import running
-from windtunnel.lab.client import Gate, Leave, Session
 from windtunnel.lab.clients import SpreadClients, _clock_offset_ns, _Peer
 from windtunnel.lab.connection import How
 from windtunnel.lab.document import storm_document, storm_report
 from windtunnel.lab.experiment_file import Arm
 from windtunnel.lab.findings import find
+from windtunnel.lab.leave import Gate, Leave
 from windtunnel.lab.messages import Ready, decode, encode
 from windtunnel.lab.pipes import ClientsError, ProcessPipe, open_pipes
 from windtunnel.lab.plan import Api, Moment, PlanError, Role, Shape, StormPlan, Trigger, check_plan
 from windtunnel.lab.record import Ask, BystanderRecord, End, StormResult, StreamRecord
 from windtunnel.lab.report import schema
+from windtunnel.lab.session import Session
 from windtunnel.lab.storm import run_storm
 from windtunnel.lab.target import Target, make_target
 

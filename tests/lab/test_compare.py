@@ -40,6 +40,12 @@ def test_what_got_worse_is_named(document: dict[str, Any]) -> None:
     assert [row["change"] for row in compare(after, document)["metrics"]].count("better") == 1
 
 
+def test_two_kinds_of_results_are_not_compared(document: dict[str, Any]) -> None:
+    one_storm = {"target": "http://127.0.0.1:1", **document}
+    with pytest.raises(ValueError, match="compare two of a kind"):
+        compare(document, one_storm)
+
+
 def test_holm_by_hand() -> None:
     assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
 

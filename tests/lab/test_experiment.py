@@ -25,6 +25,7 @@ from windtunnel.cli import report as report_command
 from windtunnel.cli import storm as storm_command
 from windtunnel.lab import arms
 from windtunnel.lab.arms import Running, count_patterns, fill, running
+from windtunnel.lab.connection import ConnectionCut
 from windtunnel.lab.experiment import Options, Progress, run_experiment, schedule, with_options
 from windtunnel.lab.experiment_file import Arm, Environment, Experiment, parse
 from windtunnel.lab.process_facts import alive as runs
@@ -195,10 +196,14 @@ async def test_a_server_that_is_never_ready_is_stopped(tmp_path: Path, monkeypat
         started.append(await start(*told))
         return started[-1]
 
+    async def cut(*_told: Any) -> None:
+        raise ConnectionCut("nobody home")
+
     monkeypatch.setattr(arms, "_start", seen)
+    monkeypatch.setattr(arms, "fetch", cut)
     never = f"http://127.0.0.1:{free_port()}/"
     arm = Arm.model_validate({"command": server_command(), "ready_url": never, "ready_timeout": "200ms"})
-    with pytest.raises(Environment, match="did not answer 200"):
+    with pytest.raises(Environment, match=r"did not answer 200 within 200ms \(nobody home\)"):
         async with running(arm, tmp_path / "log", time_scale=1, seed=0):
             pass
     (process,) = started
@@ -353,7 +358,7 @@ def test_run_through_the_command_line(text: str, tmp_path: Path) -> None:
 
 
 def test_the_reproduce_command_reproduces(text: str, tmp_path: Path) -> None:
-    """It names the file, not only the experiment in it, and carries every option that matters."""
+    """It names the file, not only the experiment in it, and carries every option that matters. Trials are told as they end."""
     (tmp_path / "fake.toml").write_text(text, "utf-8")
     options = ["--trials", "2", "--seed", "5", "--time-scale", "2", "--aa", "treatment", "--looks", "2"]
     runs = [["experiment", "run", str(tmp_path / "fake.toml"), *options]]
@@ -361,6 +366,8 @@ def test_the_reproduce_command_reproduces(text: str, tmp_path: Path) -> None:
     for _ in range(2):
         result = CliRunner().invoke(app, [*runs[-1], "--json"])
         documents.append(json.loads(result.stdout))
+        assert "control, trial 1 (1 of 4)" in result.stderr or "treatment, trial 1 (1 of 4)" in result.stderr
+        assert "(4 of 4): 0 of 12 bystanders harmed, 4 of 4 later streams complete" in result.stderr
         program, *words = shlex.split(documents[-1]["reproduce"])
         assert program == "windtunnel"
         runs.append(words)

@@ -11,13 +11,14 @@ from tests.lab.fake_server import DEFECTS, FakeServer
 from tests.own_time import own_time
 
 from windtunnel.core.units import MS, S
-from windtunnel.lab.client import Session
 from windtunnel.lab.connection import How
 from windtunnel.lab.document import storm_document
-from windtunnel.lab.findings import KINDS, Finding, find
+from windtunnel.lab.finding import Finding
+from windtunnel.lab.findings import KINDS, find
 from windtunnel.lab.plan import METRICS_BYSTANDER, Moment, Role, Shape, StormPlan, Trigger
 from windtunnel.lab.record import End, Sample, StormResult
 from windtunnel.lab.sampler import Sampler
+from windtunnel.lab.session import Session
 from windtunnel.lab.storm import run_storm
 from windtunnel.lab.target import make_target
 

@@ -15,7 +15,6 @@ from tests.own_time import own_time
 
 from windtunnel.core.units import MS, S
 from windtunnel.lab.asks import AskMaker
-from windtunnel.lab.client import Session
 from windtunnel.lab.document import storm_report
 from windtunnel.lab.extras import Extras
 from windtunnel.lab.findings import find
@@ -24,6 +23,7 @@ from windtunnel.lab.proxy import Proxy
 from windtunnel.lab.record import DrainRecord, End, KnownPair, Sample, StormResult
 from windtunnel.lab.report import schema
 from windtunnel.lab.sampler import Sampler
+from windtunnel.lab.session import Session
 from windtunnel.lab.storm import run_storm
 from windtunnel.lab.target import make_target
 

@@ -14,10 +14,11 @@ from tests.lab.test_findings import PLAN, names
 
 from windtunnel.core.units import MS, S
 from windtunnel.lab.connection import How, parse_origin
+from windtunnel.lab.dry_run import describe
 from windtunnel.lab.findings import find
 from windtunnel.lab.plan import METRICS_BYSTANDER, Moment, PlanError, Role, Shape, StormPlan, Trigger
 from windtunnel.lab.record import End, StormResult
-from windtunnel.lab.storm import describe, run_storm
+from windtunnel.lab.storm import run_storm
 from windtunnel.lab.target import TargetError, find_context, find_model, make_target
 
 CANCEL = replace(PLAN, how=(How.RST_STREAM,))

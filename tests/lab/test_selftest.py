@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from windtunnel.cli.main import app
 from windtunnel.lab import selftest
-from windtunnel.lab.findings import Finding, Severity
+from windtunnel.lab.finding import Finding, Severity
 from windtunnel.lab.process_facts import alive
 from windtunnel.lab.selftest import Case, Run, Seen, Turn, schedule
 from windtunnel.lab.selftest_document import selftest_document, summary

@@ -11,7 +11,8 @@ from tests.compat.all import CLIENTS, ROUTERS
 from tests.compat.cases import CASES
 from tests.compat.modes import NOT_HERE, Mode, Peer, Setup
 from tests.compat.run import CASE_S, SETUPS, bounded, columns, rows, run_alone, run_mode
-from tests.compat.site import site
+from tests.compat.shapes import CHAT, OF
+from tests.compat.site import ANSWER_S, site, worker
 
 QUICK = tuple(case for case in CASES if not case.thorough)
 MODES = [(peer, mode) for peer in ROUTERS for mode in peer.modes if not mode.not_run]
@@ -80,6 +81,18 @@ async def test_a_router_that_falls_silent_fills_its_cell(silence: Any) -> None:
 
     made: Any = SimpleNamespace(mode=Mode("slow", "vllm", "", patience=3))
     assert await bounded(probe, made) == f"no end in {3 * CASE_S} s"
+
+
+async def test_the_room_of_a_leg_that_never_came_is_no_work() -> None:
+    """It stays in SGLang's prefill for good, so a site that waited for its end would wait in vain."""
+    mode = Mode("pair", "sglang", "", ("prefill", "decode"))
+    async with worker(mode, "prefill", mode.serve_flags) as prefill, worker(mode, "decode", mode.serve_flags) as decode:
+        rooms = {"bootstrap_host": "127.0.0.1", "bootstrap_port": prefill.bootstrap_port, "bootstrap_room": 7}
+        async with httpx.AsyncClient(trust_env=False, timeout=ANSWER_S) as client:
+            await client.post(f"{decode.url}{CHAT}", json=OF[CHAT].body | rooms)
+        engine: Any = prefill.live.server.engine
+        assert engine.outstanding()["rooms"] == engine.outstanding()["stray_rooms"] == 1
+        assert prefill.empty()
 
 
 async def test_a_router_that_ends_is_not_waited_for() -> None:

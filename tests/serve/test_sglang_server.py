@@ -10,7 +10,16 @@ from tests.serve.sglang_live import BODIES, NEVER_NS, PHASES, TEXT, events, samp
 
 from windtunnel.core import oracle
 
-openai = pytest.importorskip("openai")
+openai: Any = None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _sdk() -> None:
+    """Every worker reads all files of tests, and only one of them needs what takes a second to import."""
+    global openai
+    openai = pytest.importorskip("openai")
+
+
 QUICK: dict[str, Any] = {"pacing__time_scale": 100.0}
 
 

@@ -189,6 +189,14 @@ def test_settings_are_checked(disagg: dict[str, Any], said: str) -> None:
         Cluster(pd(disagg=disagg))
 
 
+def test_ranks_that_could_not_be_paired_are_refused() -> None:
+    scenario = pd()
+    prefill, decode = scenario.engines
+    ranks = prefill.model_copy(update={"tp": 3}), decode.model_copy(update={"tp": 2})
+    with pytest.raises(ScenarioError, match="Remote tensor parallel size 3 is not divisible by local tensor parallel size 2"):
+        Cluster(scenario.model_copy(update={"engines": ranks}))
+
+
 def test_durations_may_have_units() -> None:
     cluster = Cluster(pd(disagg={"lease_ns": "12s"}))
     engine = cluster.replicas[0].engine

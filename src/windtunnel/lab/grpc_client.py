@@ -56,7 +56,7 @@ _CUTS = ("Socket closed", "Connection reset", "Broken pipe", "GOAWAY", "RST_STRE
 
 
 class Recorder(Protocol):
-    """What a call tells of what it sees (`lab.client`)."""
+    """What a call tells of what it sees (`lab.recorder`)."""
 
     ask: Ask
     error: str | None
@@ -117,7 +117,7 @@ class GrpcPool:
     async def _enter(self) -> tuple[GrpcDoor, Worker]:
         door = await _door(self._origin)
         self._channel = door.channel(_UNLIMITED)
-        return door, await _worker(self._channel)
+        return door, await _worker(self._channel, self._origin)
 
     async def close(self) -> None:
         if self._entered is not None:
@@ -137,10 +137,10 @@ async def _door(origin: Origin) -> GrpcDoor:
 async def look(origin: Origin) -> Worker:
     """Ask a worker, but not for its tokenizer. Raises Unusable."""
     async with (await _door(origin)).channel(_UNLIMITED) as channel:
-        return await _worker(channel, with_tokenizer=False)
+        return await _worker(channel, origin, with_tokenizer=False)
 
 
-async def _worker(channel: grpc.aio.Channel, *, with_tokenizer: bool = True) -> Worker:
+async def _worker(channel: grpc.aio.Channel, origin: Origin, *, with_tokenizer: bool = True) -> Worker:
     vllm = vllm_rpc.VllmEngineStub(channel)
     sglang = sglang_rpc.SglangSchedulerStub(channel)
     asked = (("vllm", vllm, vllm_pb.GetModelInfoRequest()), ("sglang", sglang, sglang_pb.GetModelInfoRequest()))
@@ -149,7 +149,8 @@ async def _worker(channel: grpc.aio.Channel, *, with_tokenizer: bool = True) -> 
         try:
             info = await stub.GetModelInfo(request, timeout=CONNECT_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
-            told = f"{error.code().name}: {error.details()}"
+            cut = any(mark in (error.details() or "") for mark in _CUTS)
+            told = f"{error.code().name}: {error.details()}{origin.unwelcome(error) if cut else ''}"
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                 continue
             break

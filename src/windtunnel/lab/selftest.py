@@ -21,7 +21,8 @@ from windtunnel.core.units import MS, S
 from windtunnel.lab.arms import Stopped, running, unless_stopped
 from windtunnel.lab.connection import How
 from windtunnel.lab.experiment_file import Arm, Environment
-from windtunnel.lab.findings import Finding, find
+from windtunnel.lab.finding import Finding
+from windtunnel.lab.findings import find
 from windtunnel.lab.plan import COMPLETION_BYSTANDER, METRICS_BYSTANDER, Api, BystanderKind, Moment, Shape, StormPlan, Trigger
 from windtunnel.lab.sampler import ScrapeError, scrape
 from windtunnel.lab.storm import run_storm

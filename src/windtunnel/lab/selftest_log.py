@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Self, TextIO
 
 import windtunnel
-from windtunnel.lab.findings import Finding, Severity
+from windtunnel.lab.finding import Finding, Severity
 from windtunnel.lab.selftest import Case, Run, Seen, Turn
 
 FORMAT = 1

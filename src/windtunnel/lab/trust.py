@@ -38,6 +38,12 @@ class Trust:
         root, key, chain = (Path(path).read_bytes() if path else None for path in paths)
         return root, key, chain
 
+    @property
+    def missing(self) -> str:
+        """What to try when a server ends a connection before it answers; nothing where a certificate was shown."""
+        hint = "; does it want a certificate of its clients? (--client-cert, in an experiment file tls.client_cert)"
+        return "" if self.client_cert else hint
+
     def for_others(self) -> "Trust":
         """As towards hosts that are not the target's: they do not get to know who comes."""
         return replace(self, client_cert=None, client_key=None)

@@ -189,12 +189,12 @@ class GenerateRoute:
         return self._server.config.enable_per_request_metrics and len(choices) == 1
 
     def _choices(self, generation: Generation, *, keep: bool) -> list[ChoiceState]:
-        sampling, tokenizer = generation.sampling, self._server.env.tokenizer
+        sampling, tokenizer, interval = generation.sampling, self._server.env.tokenizer, generation.stream_interval
         return [
             ChoiceState(
-                child + prompt * sampling.n, prompt, sampling, tokenizer, keep=keep, stream_interval=generation.stream_interval
+                child + at * sampling.n, at, sampling, tokenizer, keep=keep, stream_interval=interval, after=prompt.token_ids
             )
-            for prompt in range(len(generation.prompts))
+            for at, prompt in enumerate(generation.prompts)
             for child in range(sampling.n)
         ]
 

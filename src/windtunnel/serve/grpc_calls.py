@@ -181,9 +181,9 @@ def _tell_refused(server: "Server", kv_transfer: object) -> None:
 
 
 def _choices(server: "Server", generation: Generation, *, keep: bool) -> list[ChoiceState]:
-    interval, tokenizer = generation.stream_interval, server.env.tokenizer
+    interval, tokenizer, prompt = generation.stream_interval, server.env.tokenizer, generation.prompts[0].token_ids
     return [
-        ChoiceState(child, 0, generation.sampling, tokenizer, keep=keep, stream_interval=interval)
+        ChoiceState(child, 0, generation.sampling, tokenizer, keep=keep, stream_interval=interval, after=prompt)
         for child in range(generation.sampling.n)
     ]
 

@@ -95,8 +95,8 @@ class FolderTokenizer:
     def token_string(self, token_id: int) -> str:
         return self._inner.id_to_token(token_id) or ""
 
-    def detokenizer(self, *, skip_special_tokens: bool = True) -> "FolderDetokenizer":
-        return FolderDetokenizer(self._inner, skip_special_tokens)
+    def detokenizer(self, *, skip_special_tokens: bool = True, after: Sequence[int] = ()) -> "FolderDetokenizer":
+        return FolderDetokenizer(self._inner, skip_special_tokens, after)
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], options: TemplateOptions = AS_USUAL) -> str:
         """The rendered prompt. Raises ValueError with the template's own message."""
@@ -116,11 +116,13 @@ class FolderTokenizer:
 
 
 class FolderDetokenizer:
-    """Mutable state of one sequence: the library's incremental decoder."""
+    """Mutable state of one sequence: the library's incremental decoder. It has read the end of the prompt, as in vLLM 0.33."""
 
-    def __init__(self, inner: tokenizers.Tokenizer, skip_special_tokens: bool) -> None:
+    def __init__(self, inner: tokenizers.Tokenizer, skip_special_tokens: bool, after: Sequence[int]) -> None:
         self._inner = inner
         self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
+        for token in after:
+            self._stream.step(inner, token)
 
     def push(self, token_ids: Iterable[int]) -> str:
         return "".join(self._stream.step(self._inner, token) or "" for token in token_ids)

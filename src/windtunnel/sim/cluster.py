@@ -13,7 +13,7 @@ from windtunnel.core.vllm.connector.config import MOONCAKE
 from windtunnel.sim import faults
 from windtunnel.sim.calls import Call
 from windtunnel.sim.clients import Clients
-from windtunnel.sim.engines import Build, connector_of, kind_of, make_pacing
+from windtunnel.sim.engines import Build, check_ranks, connector_of, kind_of, make_pacing
 from windtunnel.sim.fabric import Fabric
 from windtunnel.sim.kernel import Kernel
 from windtunnel.sim.kv_fabric import KvFabric
@@ -76,6 +76,7 @@ class Cluster:
         if len(kinds) > 1:
             raise ScenarioError(f"engines: prefill and decode are {', '.join(sorted(kinds))}: must be of one kind")
         if kinds == {"vllm"}:
+            check_ranks(self.specs)
             return KvFabric(self.kernel, network, self.specs)
         return Fabric(self.kernel, network, self.specs, self.scenario.duration)
 

@@ -20,13 +20,15 @@ from windtunnel.core.units import S, parse_duration_ns
 from windtunnel.core.vllm import VllmEngine, VllmEngineConfig
 from windtunnel.core.vllm.connector.config import CONNECTORS, MOONCAKE, PULL, KvTransferConfig
 from windtunnel.core.vllm.connector.engine import ConnectorEngine
+from windtunnel.core.vllm.connector.peers import ranks_mismatch
 from windtunnel.core.vllm.connector.runs import RunConnectorEngine
 from windtunnel.core.vllm.runs import RunVllmEngine
 from windtunnel.sim.policies import PrefixHasher
 from windtunnel.sim.scenario import EnginesSpec, PacingSpec, ScenarioError
 from windtunnel.wire.sglang.metrics import SglangMetrics
+from windtunnel.wire.vllm.cache_config import cache_config_labels
 from windtunnel.wire.vllm.kv_transfer import ABORT_TIMEOUT_S
-from windtunnel.wire.vllm.metrics import VllmMetrics, cache_config_labels
+from windtunnel.wire.vllm.metrics import VllmMetrics
 
 
 class Build(NamedTuple):
@@ -156,6 +158,14 @@ def connector_of(specs: Sequence[EnginesSpec]) -> str:
     if len(names) > 1:
         raise ScenarioError(f"engines.disagg: the connectors are {', '.join(names)}: prefill and decode must have the same")
     return names[0]
+
+
+def check_ranks(specs: Sequence[EnginesSpec]) -> None:
+    """Raises ScenarioError for a prefill and a decode of vLLM that could not be paired."""
+    prefills, decodes = ({spec.tp for spec in specs if spec.role == role} for role in ("prefill", "decode"))
+    for reason in (ranks_mismatch(decode, prefill) for decode in sorted(decodes) for prefill in sorted(prefills)):
+        if reason is not None:
+            raise ScenarioError(f"engines.tp of a decode (local) and a prefill (remote): {reason}")
 
 
 def _make_vllm(build: Build) -> Engine:

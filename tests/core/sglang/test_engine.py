@@ -94,7 +94,10 @@ def test_a_lone_request_that_outgrows_the_pool_cannot_exist() -> None:
     assert refusal is not None
     assert (refusal.status, refusal.reason) == (400, "too_long")
     engine.submit([request("fits", 40, 1000)], 0)
-    assert len(tokens(run(engine), "fits")) == 60 - 40
+    assert len(tokens(run(engine), "fits")) == 60 - 40 - 1
+    for size, taken in ((54, True), (55, False)):
+        assert (engine.submit([request(f"of {size}", range(1000, 1000 + size), 1)], engine.clock_ns) is None) is taken
+        run(engine)
 
 
 def test_a_full_queue_refuses_with_sglangs_text() -> None:

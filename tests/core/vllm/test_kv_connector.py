@@ -536,6 +536,15 @@ def test_another_hash_is_let_through_on_demand() -> None:
     pair.rest()
 
 
+@pytest.mark.parametrize("push", [False, True])
+def test_ranks_that_do_not_divide_one_another_fail_the_handshake(push: bool) -> None:
+    connector = {"connector": "NixlPushConnector" if push else "NixlConnector"}
+    pair = Pair(kv=connector, prefill_kv={"tp_size": 3}, decode_kv={"tp_size": 2})
+    pair.both("a")
+    assert pair.d.finish["a-d"] is FinishReason.ERROR and pair.d.counters["nixl_num_failed_transfers"] == 1
+    assert any("Remote tensor parallel size 3 is not divisible" in line for line in pair.d.engine.take_warnings())
+
+
 def test_a_handshake_happens_once_for_each_engine() -> None:
     pair = Pair()
     for name in "abc":

@@ -19,7 +19,7 @@ from windtunnel.core.vllm.connector.mooncake import sender as sender_module
 from windtunnel.core.vllm.connector.mooncake.connector import MooncakeConnector
 from windtunnel.core.vllm.connector.mooncake.pulls import MAX_PULLS
 from windtunnel.core.vllm.connector.params import ID_LIMIT_BYTES
-from windtunnel.core.vllm.connector.seam import AskHandshake, Peer, Pull, Pulled, Pulls, StartWrite
+from windtunnel.core.vllm.connector.seam import Arrived, AskHandshake, Peer, Pull, Pulled, Pulls, StartWrite
 
 PATIENCE_NS = 50 * MS
 MARGIN_NS = 5 * MS
@@ -43,7 +43,8 @@ class Mooncake(Pair):
 
     def __init__(self, **more: Any) -> None:
         kv = {**KV, **more.pop("kv", {})}
-        super().__init__(kv=kv, prefill_kv=PRODUCER | more.pop("prefill_kv", {}), decode_kv=CONSUMER, **more)
+        producer, consumer = PRODUCER | more.pop("prefill_kv", {}), CONSUMER | more.pop("decode_kv", {})
+        super().__init__(kv=kv, prefill_kv=producer, decode_kv=consumer, **more)
 
     def ask_p(self, name: str, prompt: int = 100, **more: Any) -> None:
         self.submit(self.p, prefill_leg(name, prompt, **{"kv_transfer": to_p(name), **more}))
@@ -509,6 +510,52 @@ def test_a_pull_that_waited_for_an_aborted_prefill_is_not_served_by_another_one_
     pair.submit(pair.p, *children(prefill_leg("a", 1000, kv_transfer=to_p("a")), 2))
     pair.done("a")
     assert pair.d.finish["a-d"] is FinishReason.ERROR and pair.writes() == []
+    pair.rest()
+
+
+# Caches of another shape
+
+
+def test_blocks_of_another_size_are_refused_at_once() -> None:
+    """Of another block size or model: whatever was written would be somebody else's KV. The prefill's wait for their time."""
+    pair = Mooncake(decode={"block_size": 32})
+    pair.ask_p("a")
+    pair.ask_d("a")
+    pair.done("a")
+    assert pair.d.finish["a-d"] is FinishReason.ERROR and pair.now_ns < PATIENCE_NS and pair.writes() == []
+    assert [said.reason for said in pair.words(Pulled)] == ["Mooncake KV region length mismatch: local=16, remote=32."]
+    pair.rest()
+    assert pair.p.counters["mooncake_num_kv_expired_reqs"] == 1
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (1, 4), (4, 2), (2, 4)])
+def test_ranks_that_divide_one_another_are_paired(prefill: int, decode: int) -> None:
+    pair = Mooncake(prefill_kv={"tp_size": prefill}, decode_kv={"tp_size": decode})
+    pair.ask_p("a")
+    pair.ask_d("a")
+    pair.done("a")
+    assert pair.d.tokens["a-d"] == answer("a")
+    pair.rest()
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(2, 3), (3, 2), (4, 6)])
+def test_ranks_that_do_not_fail_the_request(prefill: int, decode: int) -> None:
+    pair = Mooncake(prefill_kv={"tp_size": prefill}, decode_kv={"tp_size": decode})
+    pair.ask_p("a")
+    pair.ask_d("a")
+    pair.done("a")
+    assert pair.d.finish["a-d"] is FinishReason.ERROR and pair.words(Pulls) == []
+    assert any("is not divisible by" in line for line in pair.d.engine.take_warnings())
+    pair.rest()
+
+
+def test_a_pull_of_ranks_that_cannot_be_paired_is_refused_by_the_prefill_too() -> None:
+    """A decode that did not look."""
+    pair = Mooncake(prefill_kv={"tp_size": 2})
+    pulls = Pulls(Peer("engine-d", "d", 5700, 3), (Pull("a-d", "xfer-a", (1,)), Pull("b-d", "xfer-b", ())), 16)
+    pair.tell(pair.p, Arrived(pulls))
+    reason = "Remote tensor parallel size 3 is not divisible by local tensor parallel size 2."
+    assert pair.words(Pulled) == [Pulled("a-d", reason, last=False), Pulled("b-d", reason)]
     pair.rest()
 
 

@@ -14,8 +14,9 @@ from tests.serve.vllm_pd.mooncake_pair import MooncakePair, counters, mooncake
 from tests.serve.vllm_pd.pair import COMPLETION, engine_of, until
 
 from windtunnel.cli.router import parse
+from windtunnel.core.vllm.connector.params import MAX_RANKS
 from windtunnel.wire.sglang.pairing import PrefillAddress
-from windtunnel.wire.vllm.mooncake import RANKS_LIMIT, EngineEntry, MooncakeError, engine_ids, query_answer
+from windtunnel.wire.vllm.mooncake import EngineEntry, MooncakeError, engine_ids, query_answer
 from windtunnel.wire.vllm.pairing import mooncake_bodies
 
 PATH = "/v1/completions"
@@ -136,7 +137,7 @@ def says(engine_id: str) -> Any:
 
 
 def test_more_engines_than_anybody_has_are_no_answer() -> None:
-    many = query_answer({rank: EngineEntry("e", {}) for rank in range(RANKS_LIMIT + 1)})
+    many = query_answer({rank: EngineEntry("e", {}) for rank in range(MAX_RANKS + 1)})
     with pytest.raises(MooncakeError, match="1025 engines are registered: must be 1 to 1024"):
         engine_ids(many)
 

@@ -192,8 +192,8 @@ async def test_the_context_is_that_of_the_joined_prompt() -> None:
         await opened(client)
         await say(client, turn(FIRST, "a"))
         told = await say(client, turn([7], "b", "a", max_new_tokens=30))
-        assert told["meta_info"]["completion_tokens"] == 39 - 30 and told["meta_info"]["finish_reason"]["type"] == "length"
-        long = "Input length (39 tokens) exceeds the maximum allowed length (38 tokens)."
+        assert told["meta_info"]["completion_tokens"] == 39 - 30 - 1 and told["meta_info"]["finish_reason"]["type"] == "length"
+        long = "Input length (39 tokens) exceeds the maximum allowed length (34 tokens)."
         assert (await refusal(client, turn([7] * 10, "c", "a", max_new_tokens=1))).startswith(long)
         assert (await say(client, turn([7], "d", "c")))["meta_info"]["prompt_tokens"] == 1 + 1 + 1
         server.server.engine.check_integrity()

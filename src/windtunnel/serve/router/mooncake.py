@@ -37,7 +37,7 @@ _PATIENCE = httpx.Timeout(30.0)
 
 class _Known(NamedTuple):
     engine_ids: dict[int, str]
-    """By data-parallel rank; at most `wire.vllm.mooncake.RANKS_LIMIT`."""
+    """By data-parallel rank; at most `core.vllm.connector.params.MAX_RANKS`."""
     until_s: float
     """On the loop's clock."""
 

@@ -96,7 +96,7 @@ def show_server_info(server: Server, state: Sglang) -> Reply:
         "launch_command": f"windtunnel serve --engine sglang --model-path {server.config.model}",
         "status": "ready",
         "max_total_num_tokens": engine.config.capacity,
-        "max_req_input_len": engine.config.max_request_tokens - 1,
+        "max_req_input_len": engine.config.input_bound,
         "internal_states": [_internal_state(server, rank, state) for rank in range(len(server.engines))],
         "startup_time": 0.0,
         "version": server.config.sglang.profile,

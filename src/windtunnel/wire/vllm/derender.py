@@ -143,7 +143,11 @@ def _told(
         PromptPlan(tuple(given or answer.prompt_token_ids or ()), None)
         for given, answer in zip(prompt_ids, answers, strict=True)
     )
-    choices = [_choice(choice, at, planned.sampling, env) for at, answer in enumerate(answers) for choice in answer.choices]
+    choices = [
+        _choice(choice, at, planned.sampling, made[at].token_ids, env)
+        for at, answer in enumerate(answers)
+        for choice in answer.choices
+    ]
     numbered = [replace(choice, index=at) for at, choice in enumerate(choices)]
     usage = Usage(sum(prompt_tokens), sum(len(choice.token_ids) for choice in choices))
     params = answers[0].kv_transfer_params
@@ -152,13 +156,13 @@ def _told(
     return replace(planned, prompts=made, spec=spec, extra={}), numbered, usage
 
 
-def _choice(given: Choice, prompt_index: int, sampling: SamplingPlan, env: ServerEnv) -> ChoiceResult:
+def _choice(given: Choice, at: int, sampling: SamplingPlan, prompt: Sequence[int], env: ServerEnv) -> ChoiceResult:
     """The text as the engine's detokenizer gives it: without the token that ended it, and cut at a stop string."""
     ids = tuple(given.token_ids or ())
     by_token = derender_parts.ended_by_token(given, sampling, env)
     looked_for = () if by_token or given.finish_reason != "stop" else sampling.stop
     stop = (given.stop_reason,) if isinstance(given.stop_reason, str) else looked_for
-    state = ChoiceState(given.index, prompt_index, replace(sampling, stop=stop, logprobs=None), env.tokenizer)
+    state = ChoiceState(given.index, at, replace(sampling, stop=stop, logprobs=None), env.tokenizer, after=prompt)
     state.push(ids, "stop" if by_token else "length", given.stop_reason)
     made = state.result()
     told = derender_parts.stop_reason_of(given, sampling, env)

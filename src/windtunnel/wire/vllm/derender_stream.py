@@ -19,6 +19,7 @@ from pydantic import Field, field_validator, model_validator
 from windtunnel.wire import http
 from windtunnel.wire.env import ServerEnv
 from windtunnel.wire.family import SamplingPlan, WireError
+from windtunnel.wire.output import PROMPT_END
 from windtunnel.wire.vllm import chunks, completions, derender_parts, fields, models, parsers, prompts
 from windtunnel.wire.vllm.chat_request import ChatCompletionRequest
 from windtunnel.wire.vllm.chat_spec import ChatSpec, chat_finish
@@ -27,7 +28,7 @@ from windtunnel.wire.vllm.fields import AtLeastOne, AtLeastZero
 
 WINDOW_MAX = 1024
 """Tokens of a window that a client may send."""
-_SEEDS, _PREFIX = 7, 5
+_SEEDS, _PREFIX = PROMPT_END, 5
 """Tokens of the prompt's end that a stream begins with, and how many of them are its context (vLLM's `detokenizer_utils`)."""
 _CONTEXT = 4
 _STOP_TEXTS = (
@@ -120,7 +121,7 @@ def chat_chunk(body: bytes, headers: Mapping[str, str], env: ServerEnv) -> bytes
     _check_length(asked, env)
     _check_tokens(asked, env)
     planned = derender_parts.chat_plan(request, headers, env)
-    write = _ChatWriter(planned.spec, planned.sampling, request, parsed, env)
+    write = _ChatWriter(planned.spec, planned.sampling, request, parsed, (asked.prompt_token_ids or [])[-_SEEDS:], env)
     state = State() if parsed and asked.stream_state is None else _begun(asked, _Window(env, write.skips))
     shown = []
     for part in asked.generate_chunk.choices:
@@ -287,6 +288,8 @@ class _ChatWriter:
     sampling: SamplingPlan
     request: ChatCompletionRequest | None
     parsed: bool
+    prompt: Ids
+    """Its end."""
     env: ServerEnv
 
     @property
@@ -319,7 +322,7 @@ class _ChatWriter:
 
     def _parsed(self, part: Part, state: State) -> tuple[dict[str, Any], State]:
         """What the parser makes of this chunk, after it has seen those before it again."""
-        detokenizer = self.env.tokenizer.detokenizer(skip_special_tokens=False)
+        detokenizer = self.env.tokenizer.detokenizer(skip_special_tokens=False, after=self.prompt)
         parser = (
             parsers.make_parser(reasoning=self.spec.reasoning, tools=self.spec.tools is not None) or parsers.ContentParser()
         )

@@ -56,6 +56,11 @@ class Connector(ABC):
         config = self.config
         return Handshake(config.engine_id, config.compatibility_hash, self.block_size, self._num_blocks, config.tp_size)
 
+    @property
+    def block_bytes(self) -> int:
+        """All ranks and layers together."""
+        return self.block_size * self.config.kv_bytes_per_token
+
     # The life of a request
 
     @abstractmethod

@@ -115,7 +115,7 @@ class NixlConnector(Connector):
         """Blocks are allocated: fetch what stands in them from place `first` on, up to `tokens` tokens."""
         remote = self._wanted.pop(request.request_id)
         places = range(first, self._blocks_for(tokens))
-        size_bytes = len(places) * self.block_size * self.config.kv_bytes_per_token
+        size_bytes = len(places) * self.block_bytes
         load = Load(next(self.numbers), request.request_id, remote, blocks, places, tokens, size_bytes)
         self.loads[load.number] = load
         return load
@@ -298,7 +298,7 @@ class NixlConnector(Connector):
         """The decode has registered its last so many blocks of the prompt without the last token."""
         stop = self._blocks_for(hold.tokens - 1)
         count = min(len(registration.blocks), stop)
-        size_bytes = count * self.block_size * self.config.kv_bytes_per_token
+        size_bytes = count * self.block_bytes
         mine = tuple(hold.blocks[stop - count : stop])
         theirs = registration.blocks[len(registration.blocks) - count :]
         ask = StartWrite(

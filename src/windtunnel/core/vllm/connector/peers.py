@@ -71,7 +71,7 @@ class PeerBook:
         mine = self._config.compatibility_hash
         if self._config.enforce_handshake_compat and answer.compatibility_hash != mine:
             return f"NIXL compatibility hash mismatch. Local: {mine}, Remote: {shown(answer.compatibility_hash)}."
-        return None
+        return ranks_mismatch(self._config.tp_size, answer.tp_size)
 
     def given_up(self, peer: Peer) -> list[Ask] | None:
         """The handshake has failed: what waited for it and will not go out; None if none was under way."""
@@ -127,6 +127,17 @@ class Heart:
     def clear(self) -> None:
         self._wanted.clear()
         self._remotes.clear()
+
+
+def ranks_mismatch(local: int, remote: int) -> str | None:
+    """Why tensor-parallel ranks cannot be paired: vLLM's assertions of `TransferTopology.tp_ratio`; None if they can.
+
+    Of the larger side so many ranks read from (or are read by) one of the smaller.
+    """
+    if max(local, remote) % min(local, remote) == 0:
+        return None
+    larger, smaller = (("Local", local), ("remote", remote)) if local > remote else (("Remote", remote), ("local", local))
+    return f"{larger[0]} tensor parallel size {larger[1]} is not divisible by {smaller[0]} tensor parallel size {smaller[1]}."
 
 
 def portions(items: tuple[Item, ...], size: int) -> list[tuple[Item, ...]]:

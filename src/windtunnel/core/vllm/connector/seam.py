@@ -95,6 +95,8 @@ class Pulls(NamedTuple):
     decode: Peer
     """Where to write, and who is to be answered."""
     pulls: tuple[Pull, ...]
+    block_bytes: int
+    """Of the decode's blocks, all ranks and layers together: the prefill's must be as large."""
 
     @property
     def size_bytes(self) -> int:

@@ -41,7 +41,7 @@ class MooncakeConnector(Connector):
     def __init__(self, config: KvTransferConfig, pool: BlockPool, *, block_size: int, num_blocks: int) -> None:
         super().__init__(config, pool, block_size=block_size, num_blocks=num_blocks)
         self.sender = Sender(self)
-        self.pulls = PullBook(config, self.peers)
+        self.pulls = PullBook(config, self.peers, self.block_bytes)
         self._wanted: dict[str, Remote] = {}
 
     # The life of a request
@@ -72,7 +72,7 @@ class MooncakeConnector(Connector):
     def load(self, request: EngineRequest, blocks: Sequence[int], first: int, tokens: int, now_ns: int) -> Load:
         remote = self._wanted.pop(request.request_id)
         places = range(first, self._blocks_for(tokens))
-        size_bytes = len(places) * self.block_size * self.config.kv_bytes_per_token
+        size_bytes = len(places) * self.block_bytes
         load = Load(next(self.numbers), request.request_id, remote, blocks, places, tokens - 1, size_bytes)
         load.again = 1
         load.digest = digest_of(request.prompt_token_ids)

@@ -30,9 +30,10 @@ class _Asked:
 class PullBook:
     """Pulls without an answer. Owned by a `MooncakeConnector`."""
 
-    def __init__(self, config: KvTransferConfig, peers: PeerBook) -> None:
+    def __init__(self, config: KvTransferConfig, peers: PeerBook, block_bytes: int) -> None:
         self._config = config
         self._peers = peers
+        self._block_bytes = block_bytes
         self._unsent: dict[Peer, _Asked] = {}
         """Of this turn; those to one peer share their patience."""
         self._pulling: dict[str, _Asked] = {}
@@ -67,7 +68,7 @@ class PullBook:
             self._unheard += [one for one in asked.pulls if not is_text(one, ID_LIMIT_BYTES)]
             sendable = tuple(pull for one, pull in asked.pulls.items() if is_text(one, ID_LIMIT_BYTES))
             for pulls in portions(sendable, MAX_PULLS):
-                if not self._peers.ask(asked.peer, Notify(asked.peer, Pulls(mine, pulls))):
+                if not self._peers.ask(asked.peer, Notify(asked.peer, Pulls(mine, pulls, self._block_bytes))):
                     self._unheard += [pull.request_id for pull in pulls]
 
     def end(self, request_id: str, now_ns: int) -> bool:

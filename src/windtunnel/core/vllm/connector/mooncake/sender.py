@@ -11,6 +11,7 @@ from windtunnel.core.vllm.connector.base import Connector, Kept
 from windtunnel.core.vllm.connector.holds import Hold
 from windtunnel.core.vllm.connector.loads import Freed, Outcome
 from windtunnel.core.vllm.connector.mooncake.pulls import digest_of
+from windtunnel.core.vllm.connector.peers import ranks_mismatch
 from windtunnel.core.vllm.connector.seam import Notify, Peer, Pull, Pulled, Pulls, StartWrite
 
 FAILED_TRANSFERS = "mooncake_num_failed_transfers"
@@ -130,14 +131,27 @@ class Sender:
             self._queue.append(pulls)
             self._queued_bytes += pulls.size_bytes
         else:
-            for at, pull in enumerate(pulls.pulls, 1):
-                self._say(pulls.decode, Pulled(pull.request_id, "too many pulls wait here", last=at == len(pulls.pulls)))
+            self._refuse(pulls, "too many pulls wait here")
+
+    def _refuse(self, pulls: Pulls, reason: str) -> None:
+        for at, pull in enumerate(pulls.pulls, 1):
+            self._say(pulls.decode, Pulled(pull.request_id, reason, last=at == len(pulls.pulls)))
+
+    def _mismatch(self, pulls: Pulls) -> str | None:
+        """Why nothing of ours fits there; None if it does."""
+        mine, theirs = self._connector.block_bytes, pulls.block_bytes
+        if mine != theirs:
+            return f"Mooncake KV region length mismatch: local={mine}, remote={theirs}."
+        return ranks_mismatch(self._config.tp_size, pulls.decode.tp_size)
 
     @property
     def _places(self) -> int:
         return 2 * self._config.num_workers
 
     def _begin(self, pulls: Pulls, now_ns: int) -> None:
+        if (reason := self._mismatch(pulls)) is not None:
+            self._refuse(pulls, reason)
+            return
         batch = _Batch(pulls.decode, now_ns + self._config.hold_ns)
         batch.waiting = {pull.request_id: pull for pull in pulls.pulls}
         if not batch.open:
@@ -178,7 +192,7 @@ class Sender:
     def _ask_write(self, batch: _Batch, pull: Pull, hold: Hold) -> StartWrite:
         number = next(self._connector.numbers)
         mine = tuple(hold.blocks[-len(pull.blocks) :])
-        size_bytes = len(mine) * self._connector.block_size * self._config.kv_bytes_per_token
+        size_bytes = len(mine) * self._connector.block_bytes
         return StartWrite(number, hold.request_id, batch.decode, pull.request_id, mine, pull.blocks, size_bytes)
 
     def _write(self, write: _Write) -> None:
