@@ -177,6 +177,19 @@ async def test_replace_ends_a_request_at_work() -> None:
         server.server.engine.check_integrity()
 
 
+async def test_each_request_of_a_dropped_tree_is_ended_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not once for each that it has gone on from: a chain of 1,000 turns would be half a million."""
+    async with talking() as (server, client):
+        await opened(client)
+        names = ["a", "b", "c", "d"]
+        for name, before in zip(names, [None, *names], strict=False):
+            await say(client, turn([1, 2, 3], name, before))
+        ended: list[str] = []
+        monkeypatch.setattr(server.server.jobs, "abort_by_id", ended.extend)
+        await say(client, turn([1, 2, 3], "e", replace=True))
+        assert sorted(ended) == names
+
+
 async def test_a_session_that_is_left_alone_is_closed() -> None:
     """With a timeout of nothing the name is free again at once, and what was in the session is gone."""
     async with talking() as (_server, client):

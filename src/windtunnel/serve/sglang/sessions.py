@@ -209,14 +209,15 @@ class Sessions:
         server.jobs.abort_by_id(self._drop(turns, session))
 
     def _drop(self, turns: "list[_Turn]", session: _Session) -> list[str]:
-        """Forget these and what has gone on from them; their ids."""
-        dropped: list[str] = []
+        """Forget these and what has gone on from them, each once; their ids."""
+        dropped: dict[int, str] = {}
         while turns:
             turn = turns.pop()
-            turns += turn.after.values()
-            dropped.append(turn.rid)
-            self._forget(turn, session)
-        return dropped
+            if id(turn) not in dropped:
+                dropped[id(turn)] = turn.rid
+                turns += turn.after.values()
+                self._forget(turn, session)
+        return list(dropped.values())
 
     def _forget(self, turn: _Turn, session: _Session) -> None:
         if session.turns.get(turn.rid) is turn:
