@@ -166,11 +166,12 @@ async def serial_ms(port: int, tokens: int) -> float:
     return took_s * 1000 / BATCH
 
 
-@contextlib.asynccontextmanager
-async def server(wanted: Scenario) -> AsyncIterator[int]:
-    """A live server with the scenario's engine, on a free port."""
-    port, engine = free_port(), wanted.engines[0]
+def arguments(wanted: Scenario, port: int) -> list[str]:
+    """Of a server with the scenario's engine."""
+    engine = wanted.engines[0]
     flags = {
+        "model": "m",
+        "port": port,
         "pacing": "step",
         "step-base": f"{engine.pacing.base}ns",
         "step-prefill-token": f"{engine.pacing.prefill_token}ns",
@@ -178,9 +179,15 @@ async def server(wanted: Scenario) -> AsyncIterator[int]:
         **{name.replace("_", "-"): value for name, value in engine.config.items() if name != "num_blocks"},
         "num-gpu-blocks-override": engine.config["num_blocks"],
     }
-    arguments = [text for name, value in flags.items() for text in (f"--{name}", str(value))]
+    return ["--disable-access-log", *(text for name, value in flags.items() for text in (f"--{name}", str(value)))]
+
+
+@contextlib.asynccontextmanager
+async def server(wanted: Scenario) -> AsyncIterator[int]:
+    """Live, on a free port."""
+    port = free_port()
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "windtunnel", "serve", "--model", "m", "--port", str(port), "--disable-access-log", *arguments,
+        sys.executable, "-m", "windtunnel", "serve", *arguments(wanted, port),
         stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL,
     )  # fmt: skip
     try:

@@ -11,7 +11,8 @@ import json
 import random
 import time
 import tracemalloc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 
 from windtunnel.core.engine import Engine
 from windtunnel.core.kv.blocks import BlockPool
@@ -122,6 +123,43 @@ def long_prompt_ms(tokens: int = 100_000) -> float:
     return min(run() for _ in range(RUNS))
 
 
+def longest_step_ms(engine: Engine, *, repeated: bool, tokens: int = 100_000) -> float:
+    """The longest step of a prompt so long that asks for one token; everybody waits for it. The best of the runs.
+
+    As with a server, block hashes and what is cached of them are made beforehand, where the engine takes them.
+    """
+
+    def run(number: int) -> float:
+        prompt = tuple(range(number * tokens, (number + 1) * tokens))
+        request = EngineRequest(f"r{at_ns}", prompt, OracleSource(1, VOCABULARY, 1), 1, at_ns)
+        if isinstance(engine, VllmEngine):
+            hashes = engine.hasher.prompt_hashes(request)
+            request = replace(request, prompt_hashes=hashes, prompt_blocks=engine.foresee(hashes))
+        engine.submit([request], at_ns)
+        return max(_steps_ms(engine, at_ns))
+
+    times = []
+    for at_ns in range(RUNS + 1):
+        times.append(run(0 if repeated else at_ns))
+    return min(times[1:])
+
+
+def _steps_ms(engine: Engine, at_ns: int) -> Iterator[float]:
+    while engine.next_event_at() is not None:
+        started_ns = time.process_time_ns()
+        engine.advance(at_ns)
+        yield (time.process_time_ns() - started_ns) / 1e6
+
+
+def long_prompt_vllm() -> VllmEngine:
+    return VllmEngine(VllmEngineConfig(num_blocks=65536, max_model_len=131072), StepPacing(0, 0, 0))
+
+
+def long_prompt_sglang() -> SglangEngine:
+    config = SglangEngineConfig(max_total_num_tokens=1 << 20, context_length=131072)
+    return SglangEngine(config, StepPacing(0, 0, 0), random.Random(0))
+
+
 def cached_blocks_mib(blocks: int = 1_000_000) -> float:
     """Memory of that many cached blocks with sha256 digests, in MiB."""
     tracemalloc.start()
@@ -185,6 +223,10 @@ MEASURES: dict[str, Callable[[], float]] = {
     "token_us_10000_sequences_own_pace": lambda: token_us(10_000, OWN_PACE),
     "token_us_256_sequences_as_fast_as_possible": lambda: token_us(256, NO_TIME),
     "hash_and_match_100k_tokens_ms": long_prompt_ms,
+    "longest_step_of_100k_tokens_new_ms": lambda: longest_step_ms(long_prompt_vllm(), repeated=False),
+    "longest_step_of_100k_tokens_repeated_ms": lambda: longest_step_ms(long_prompt_vllm(), repeated=True),
+    "longest_step_of_100k_tokens_new_sglang_ms": lambda: longest_step_ms(long_prompt_sglang(), repeated=False),
+    "longest_step_of_100k_tokens_repeated_sglang_ms": lambda: longest_step_ms(long_prompt_sglang(), repeated=True),
     "one_million_cached_blocks_mib": cached_blocks_mib,
     "block_cycle_us_ten_thousand_cached": lambda: block_cycle_us(10_000),
     "block_cycle_us_one_million_cached": lambda: block_cycle_us(1_000_000),

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import random
 import selectors
 import socket
 import subprocess
@@ -82,6 +83,14 @@ def connect(port: int, count: int) -> list[socket.socket]:
 def send_all(sockets: Sequence[socket.socket], tokens: int) -> None:
     for number, one in enumerate(sockets):
         one.sendall(stream_request(tokens, number))
+
+
+def start_streams(sockets: Sequence[socket.socket], tokens: int, within_s: float) -> None:
+    """One by one at random moments, as clients do that know nothing of each other; seed 1."""
+    chance = random.Random(1)
+    for number, one in enumerate(sockets):
+        one.sendall(stream_request(tokens, number))
+        time.sleep(chance.expovariate(len(sockets) / within_s))
 
 
 def drain(sockets: Sequence[socket.socket], until: bytes) -> Iterator[tuple[int, float, bytes]]:

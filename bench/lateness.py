@@ -5,10 +5,9 @@ one by one at random moments within a second or so, as clients do that know noth
 second after the last has started, so that reading requests is not part of the figure.
 """
 
-import random
 import time
 
-from bench.harness import CLIENT_CORE, connect, drain, percentile, pin, server, stream_request
+from bench.harness import CLIENT_CORE, connect, drain, percentile, pin, server, start_streams
 
 ITL_S = 0.020
 TOKENS = 250
@@ -25,12 +24,9 @@ def _lateness(streams: int) -> dict[str, float]:
     flags = ("--itl", "20ms", "--max-num-seqs", "2000", "--max-model-len", "4096", "--num-gpu-blocks-override", "65536")
     arrivals: list[list[tuple[int, float]]] = [[] for _ in range(streams)]
     counts = [0] * streams
-    chance = random.Random(1)
     with server(*flags) as (port, _):
         sockets = connect(port, streams)
-        for number, one in enumerate(sockets):
-            one.sendall(stream_request(TOKENS, number))
-            time.sleep(chance.expovariate(streams / START_S))
+        start_streams(sockets, TOKENS, START_S)
         from_s = time.perf_counter() + SETTLE_S
         for number, at, data in drain(sockets, b"0\r\n\r\n"):
             for _ in range(data.count(b"data: {")):

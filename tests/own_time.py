@@ -15,7 +15,7 @@ import pytest
 
 from tests.explore.deterministic import virtual_clock
 from windtunnel.faults import blocking_cleanup
-from windtunnel.lab.client import Session
+from windtunnel.lab.session import Session
 
 
 class OwnTime:

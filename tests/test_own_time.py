@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.own_time import OwnTime, own_time
-from windtunnel.lab.client import Session
+from windtunnel.lab.session import Session
 from windtunnel.lab.target import make_target
 from windtunnel.serve import clock
 

@@ -14,6 +14,7 @@ from tests.compat.cases import WORKS
 from tests.compat.modes import Mode, Peer, Trial
 from tests.compat.shapes import CHAT, OF
 from tests.compat.site import ANSWER_S, START_S, Worker, running, worker
+from tests.own_time import own_time
 from tests.serve.live import RawClient, request_bytes
 from windtunnel.ports import free_port
 
@@ -78,9 +79,10 @@ class Scraped:
 
 
 async def _scrapes(site: Scraped) -> str:
+    """Those that failed are of one moment: between two questions there may be another scrape."""
     good = await site.until("sum_over_time(up[5m])", lambda told: told >= SCRAPES)
-    tried = (await site.ask("count_over_time(up[5m])")).get("", 0.0)
-    return WORKS if SCRAPES <= good == tried else f"{good:.0f} of {tried:.0f}"
+    failed = (await site.ask("count_over_time(up[5m]) - sum_over_time(up[5m])"))[""]
+    return WORKS if good >= SCRAPES and not failed else f"{good:.0f}, and {failed:.0f} failed"
 
 
 async def _counter(site: Scraped) -> str:
@@ -171,8 +173,10 @@ class Scraping(Trial):
     rows: Sequence[str] = field(default=tuple(ROWS))
 
     async def run(self, mode: Mode, program: str) -> dict[str, str]:
-        async with scraped(mode, program) as site:
-            return {row: await probe(site) for row, probe in ROWS.items()}
+        """The worker keeps this process's time: a busy machine does not put its first tokens into another bucket."""
+        with own_time(asyncio.get_running_loop()):
+            async with scraped(mode, program) as site:
+                return {row: await probe(site) for row, probe in ROWS.items()}
 
 
 @contextlib.asynccontextmanager

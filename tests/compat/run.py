@@ -14,7 +14,7 @@ from tests.compat.cases import CASES, Case
 from tests.compat.modes import NOT_HERE, Mode, Peer, Trial
 from tests.compat.site import Probe, Site, site
 
-CASE_S = 40
+CASE_S = 120
 Tell = Callable[[str], None]
 Cells = dict[tuple[str, str], str]
 """(row, column) → what was found."""

@@ -22,7 +22,7 @@ from windtunnel.serve.up.routers import Worker as ToldWorker
 from windtunnel.serve.up.routers import registration
 
 START_S = 120
-ANSWER_S = 30
+ANSWER_S = 60
 FREE_S = 1.5
 """A worker that still works for a client that left so long ago is not freed by its leaving, if there were turns to do it in."""
 TURNS = 100

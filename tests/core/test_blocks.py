@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from tests.core.rig import replay
 
+from windtunnel.core.kv import blocks as module
 from windtunnel.core.kv.blocks import BlockPool
 from windtunnel.core.outputs import BlockRemoved
 
@@ -93,6 +94,45 @@ def test_the_integrity_check_sees_a_leak_and_a_thief() -> None:
         pool.check_integrity([("a", blocks), ("b", blocks[:1])])
 
 
+@pytest.mark.parametrize("at_once", [1, 2, 3, 256])
+def test_touching_in_parts_is_touching_one_by_one(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
+    """Rows of blocks that were freed together, blocks that somebody holds, and blocks that stand elsewhere."""
+    monkeypatch.setattr(module, "_LOOKUP_AT_ONCE", at_once)
+    pool = BlockPool(30, 16)
+    row, others, held = pool.allocate(9), pool.allocate(6), pool.allocate(2)
+    for owner in (row, others, held):
+        pool.enter(owner, [digest(block) for block in owner], 0, len(owner))
+    pool.free(row)
+    pool.free(others[::-1])
+    pool.touch([*row[:5], held[0], *others[1:4], *row[6:]])
+    assert pool.free_list() == [*range(18, 30), row[5], others[0], *others[4:]]
+    pool.check_integrity([("all", [*row[:5], held[0], *others[1:4], *row[6:]]), ("held", held)])
+
+
+class CountedLooks(dict[bytes, int]):
+    looks = 0
+
+    def __getitem__(self, digest: bytes) -> int:
+        self.looks += 1
+        return super().__getitem__(digest)
+
+
+def test_what_was_foreseen_is_looked_up_again_only_from_where_it_broke(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_LOOKUP_AT_ONCE", 4)
+    pool = BlockPool(41, 16)
+    owner = pool.allocate(40)
+    pool.enter(owner, [digest(block) for block in owner], 0, 40)
+    pool.free(owner)
+    hashes = [digest(block) for block in owner]
+    foreseen = pool.foresee(hashes)
+    pool._cached = counted = CountedLooks(pool._cached)
+    assert pool.lookup(hashes, 40, foreseen) == owner
+    assert counted.looks == 0
+    assert pool.allocate(6) == owner[:33:-1]
+    assert pool.lookup(hashes, 40, foreseen) == owner[:34]
+    assert counted.looks == 3, "those of the last part that is there in part, and the one that ends it"
+
+
 class PoolMachine(RuleBasedStateMachine):
     """The naive model: a plain list of free blocks, owners as lists, hashes as a dict."""
 
@@ -103,6 +143,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.hash_of: dict[int, bytes] = {}
         self.owners: list[list[int]] = []
         self.index: set[bytes] = set()
+        self.foreseen: tuple[list[bytes], list[int]] = [], []
 
     @rule(count=st.integers(1, 4))
     def allocate(self, count: int) -> None:
@@ -139,10 +180,23 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(numbers=st.lists(st.integers(0, 5), min_size=1, max_size=4, unique=True))
     def hit(self, numbers: list[int]) -> None:
+        self._hit([digest(number) for number in numbers], [])
+
+    @rule(numbers=st.lists(st.integers(0, 5), min_size=1, max_size=4, unique=True))
+    def foresee(self, numbers: list[int]) -> None:
         hashes = [digest(number) for number in numbers]
+        self.foreseen = hashes, self.pool.foresee(hashes)
+        assert hashes == [digest(number) for number in numbers]
+
+    @rule()
+    def hit_what_was_foreseen(self) -> None:
+        """Whatever has happened since."""
+        self._hit(*self.foreseen)
+
+    def _hit(self, hashes: list[bytes], foreseen: list[int]) -> None:
         known = set(self.hash_of.values())
         length = next((at for at, value in enumerate(hashes) if value not in known), len(hashes))
-        found = self.pool.lookup(hashes, len(hashes))
+        found = self.pool.lookup(hashes, len(hashes), foreseen)
         assert [self.hash_of[block] for block in found] == hashes[:length]
         assert self.pool.idle_among(found) == len(set(found) & set(self.free))
         self.pool.touch(found)

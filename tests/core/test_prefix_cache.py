@@ -149,3 +149,13 @@ def test_hashes_made_beforehand_are_used_and_completed() -> None:
     rig.submit(dataclasses.replace(request("forged", PROMPT, 1), prompt_hashes=[b"x" * 32] * 4))
     rig.run()
     assert b"x" * 32 in rig.cached, "the engine takes them as they are"
+
+
+def test_blocks_looked_up_beforehand_are_a_hint_that_is_checked() -> None:
+    rig = Rig()
+    assert ran(rig, "a", PROMPT) == 0
+    hashes = rig.engine.hasher.prompt_hashes(request("b", PROMPT))
+    blocks = rig.engine.foresee(hashes)
+    assert len(blocks) == 4
+    for name, told in (("right", blocks), ("wrong", blocks[::-1]), ("half", [*blocks[:2], 60, 61]), ("none", [])):
+        assert ran(rig, name, PROMPT, prompt_hashes=hashes, prompt_blocks=told) == 48

@@ -1,6 +1,9 @@
 """One scheduling step after another, as vLLM reference §5.2 orders it."""
 
 import random
+import weakref
+from collections import Counter
+from typing import Any
 
 import pytest
 from tests.core.rig import EOS, STEP_NS, Rig, expected, lora, request
@@ -10,6 +13,7 @@ from windtunnel.core.outputs import FinishReason
 from windtunnel.core.pacing import Duration, RequestPacing, StepPacing
 from windtunnel.core.request import Repetition
 from windtunnel.core.sources import SequenceSource
+from windtunnel.core.vllm.sequence import VllmSequence
 
 
 def test_a_request_lives_through_prefill_and_decode() -> None:
@@ -314,3 +318,39 @@ def test_a_sequence_that_preempted_itself_does_not_come_back_in_the_same_instant
     assert rig.engine.next_event_at() == 50_000
     rig.run()
     assert rig.tokens == {"a": expected("a", 4), "b": expected("b", 4)}
+
+
+class Held(SequenceSource):
+    """A source that can be asked whether anybody still has it."""
+
+    __slots__ = ("__weakref__",)
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_an_ended_request_is_held_by_nobody(policy: str) -> None:
+    rig = Rig(policy=policy)
+    source = Held((1, 2, 3))
+    gone = weakref.ref(source)
+    rig.submit(request("b", 100, 50), request("a", 100, 3, source=source))
+    del source
+    rig.run(lambda: "a" in rig.finish)
+    assert gone() is None
+
+
+def test_sequences_that_start_together_do_not_plan_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind their first plan at most a third of them makes the next one in the same step."""
+    planned: list[int] = []
+    start_plan = VllmSequence._start_plan
+
+    def counted(self: VllmSequence, *args: Any) -> None:
+        planned.append(step)
+        start_plan(self, *args)
+
+    monkeypatch.setattr(VllmSequence, "_start_plan", counted)
+    rig, step = Rig(num_blocks=1025, max_num_batched_tokens=4096), 0
+    rig.submit(*(request(f"r{number}", 20, 200) for number in range(64)))
+    for step in range(200):  # noqa: B007 (read by `counted`)
+        rig.step()
+    counts = Counter(planned)
+    assert counts.pop(min(counts)) == 64
+    assert max(counts.values()) <= 64 // 3

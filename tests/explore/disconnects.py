@@ -100,7 +100,8 @@ async def _scene(loop: Any, spec: Run, seen: list[Outcome]) -> None:
 
 def _config(faults: tuple[str, ...]) -> Any:
     from windtunnel.serve.config import ServeConfig
-    from windtunnel.serve.flags import apply_values, check
+    from windtunnel.serve.flag_checks import check
+    from windtunnel.serve.flags import apply_values
 
     values = {"scheduler.max_num_seqs": 1, "pacing.ttft_ns": 5 * _NS, "pacing.itl_ns": 2 * _NS, "disable_access_log": True}
     return check(apply_values(replace(ServeConfig(model="wt-model", port=0), seed=1, faults=faults), values))

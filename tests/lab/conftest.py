@@ -3,10 +3,11 @@
 import asyncio
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,14 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.fixture
+def deaf_port() -> Iterator[int]:
+    """Nobody listens there, and nobody else is given it meanwhile."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
+
+
+@pytest.fixture
 def text() -> str:
     return EXPERIMENT.format(server=server_command())
 
@@ -87,11 +96,18 @@ def experiment(text: str) -> Experiment:
 @pytest.fixture(scope="session")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A certificate for 127.0.0.1 that only it itself vouches for, with its key in one file."""
+    return make_certificate(tmp_path_factory.mktemp("tls"), "/CN=localhost", "IP:127.0.0.1")
+
+
+def make_certificate(folder: Path, subject: str, names: str = "", days: int = 1) -> Path:
+    """Its own authority, with its key in the same file."""
     if shutil.which("openssl") is None:
         pytest.skip("no openssl to make a certificate with")
-    folder = tmp_path_factory.mktemp("tls")
-    words = "openssl req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1"
-    subprocess.run([*words.split(), "-keyout", folder / "key", "-out", folder / "crt"], check=True, capture_output=True)
+    words = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", subject]
+    words += ["-addext", f"subjectAltName={names}"] if names else []
+    subprocess.run([*words, "-keyout", folder / "key", "-out", folder / "new"], check=True, capture_output=True)
+    signed = ["openssl", "x509", "-in", folder / "new", "-signkey", folder / "key", "-days", str(days), "-out", folder / "crt"]
+    subprocess.run(signed, check=True, capture_output=True)
     both = folder / "both.pem"
     both.write_text((folder / "crt").read_text() + (folder / "key").read_text())
     return both

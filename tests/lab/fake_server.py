@@ -52,7 +52,8 @@ class FakeServer:
     spread_s: float = 0.0
     """So much slower is each stream than the one before."""
     silent_after: int | None = None
-    """A stream of more than a hundred tokens says no more after so many."""
+    """A stream of more than a hundred tokens says no more after so many, until it `goes_on`."""
+    goes_on: asyncio.Event = field(default_factory=asyncio.Event)
     running: int = 0
     waiting: int = 0
     kv: float = 0.0
@@ -127,7 +128,7 @@ class FakeServer:
         elif path == "/abort_requests":
             self.aborted |= set(json.loads(body)["request_ids"])
             await answer(writer, 200, "{}")
-        elif path.startswith(("/debug/", "/version")):
+        elif path.startswith(("/debug/", "/version")) or (path == "/v1/completions" and "chat-only" in self.defects):
             await answer(writer, 404, "{}")
         elif path in plain:
             status = 500 if path == "/metrics" and self.harms("bystander-500") else 200
@@ -175,7 +176,9 @@ class FakeServer:
         self.running += 1
         self.stale = 0
         itl_s = self.itl_s + self.spread_s * len(self.identities)
-        working = asyncio.ensure_future(self.stream(words, chat, itl_s, writer) if ask["stream"] else self.whole(words, writer))
+        working = asyncio.ensure_future(
+            self.stream(words, chat, itl_s, writer) if ask["stream"] else self.whole(words, chat, writer)
+        )
         gone = asyncio.ensure_future(reader.read())
         await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
         if working.done() and not working.exception():
@@ -208,10 +211,11 @@ class FakeServer:
             words[2:2] = words[0:2]
         return words[: count - 1] if self.has("short") else words
 
-    async def whole(self, words: list[str], writer: asyncio.StreamWriter) -> None:
+    async def whole(self, words: list[str], chat: bool, writer: asyncio.StreamWriter) -> None:
         await asyncio.sleep(self.itl_s * len(words))
         self.generated += len(words)
-        choice = {"index": 0, "text": "".join(f" {word}" for word in words), "finish_reason": "length"}
+        text = "".join(f" {word}" for word in words)
+        choice = {"index": 0, **({"message": {"content": text}} if chat else {"text": text}), "finish_reason": "length"}
         await answer(writer, 200, json.dumps({"choices": [choice]}))
 
     async def stream(self, words: list[str], chat: bool, itl_s: float, writer: asyncio.StreamWriter) -> None:
@@ -221,7 +225,9 @@ class FakeServer:
             words = []
         request_id = self.ids[writer]
         for at, word in enumerate(words):
-            await asyncio.sleep(3600 if at == self.silent_after and len(words) > 100 else itl_s)
+            if at == self.silent_after and len(words) > 100:
+                await self.goes_on.wait()
+            await asyncio.sleep(itl_s)
             self.generated += 1
             if 0 < self.exit_after_tokens <= self.generated:
                 os._exit(EXIT_STATUS)

@@ -7,10 +7,12 @@ from contextlib import asynccontextmanager
 import pytest
 
 from windtunnel.core.units import MS, S
-from windtunnel.lab.client import Leave, Session, run_request
+from windtunnel.lab.client import run_request
 from windtunnel.lab.connection import How, parse_origin
+from windtunnel.lab.leave import Leave
 from windtunnel.lab.plan import Api, Moment, Role, Trigger
 from windtunnel.lab.record import Ask, End, StreamRecord
+from windtunnel.lab.session import Session
 from windtunnel.lab.target import Target, make_target
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -99,10 +101,9 @@ async def test_silence_is_a_timeout() -> None:
     assert (await ask_once(None, timeout_ns=50 * MS)).end is End.TIMEOUT
 
 
-async def test_nobody_there_is_refused() -> None:
-    async with sends(b"") as target:
-        pass
-    record = await run_request(Session(target, S, 0), Ask(1, Role.LATER, 0, Api.CHAT, "[wt:1]", 2, True))
+async def test_nobody_there_is_refused(deaf_port: int) -> None:
+    target = make_target(f"http://127.0.0.1:{deaf_port}", "fake")
+    record = await run_request(Session(target, 60 * S, 0), Ask(1, Role.LATER, 0, Api.CHAT, "[wt:1]", 2, True))
     assert record.end is End.REFUSED
 
 

@@ -18,17 +18,18 @@ from tests.lab.fake_server import FakeServer
 
 from windtunnel.core.units import MS, S
 from windtunnel.lab.arms import running
-from windtunnel.lab.client import Gate, Leave, Session
 from windtunnel.lab.clients import SpreadClients, _clock_offset_ns, _Peer
 from windtunnel.lab.connection import How
 from windtunnel.lab.document import storm_document, storm_report
 from windtunnel.lab.experiment_file import Arm
 from windtunnel.lab.findings import find
+from windtunnel.lab.leave import Gate, Leave
 from windtunnel.lab.messages import Ready, decode, encode
 from windtunnel.lab.pipes import ClientsError, ProcessPipe, open_pipes
 from windtunnel.lab.plan import Api, Moment, PlanError, Role, Shape, StormPlan, Trigger, check_plan
 from windtunnel.lab.record import Ask, BystanderRecord, End, StormResult, StreamRecord
 from windtunnel.lab.report import schema
+from windtunnel.lab.session import Session
 from windtunnel.lab.storm import run_storm
 from windtunnel.lab.target import Target, make_target
 
@@ -50,7 +51,7 @@ TIMES = {"started_ns", "ended_ns", "head_ns", "frame_ns", "left_ns", "due_ns", "
 
 
 @asynccontextmanager
-async def fake(*defects: str, **options: float) -> AsyncIterator[tuple[FakeServer, Target]]:
+async def fake(*defects: str, **options: Any) -> AsyncIterator[tuple[FakeServer, Target]]:
     server = FakeServer(frozenset(defects), **options)
     port = await server.start()
     try:
@@ -173,12 +174,14 @@ def client_processes() -> list[int]:
 
 
 async def test_a_client_process_that_is_killed_is_reported() -> None:
-    plan = replace(SPREAD, victim=Shape(max_tokens=100_000), when=Trigger(Moment.TOKENS, 1_000), survivors=0, later=3)
-    async with fake(itl_s=0.001) as (server, target):
+    """Nobody leaves before all have come and one is killed."""
+    plan = replace(SPREAD, victim=Shape(max_tokens=100_000), survivors=0, later=3)
+    async with fake(itl_s=0.001, silent_after=1) as (server, target):
         storm = asyncio.create_task(run_storm(target, plan))
         await until(lambda: server.running == plan.victims)
         killed = client_processes()[0]
         os.kill(killed, signal.SIGKILL)
+        server.goes_on.set()
         result = await storm
     (lost,) = result.lost_clients
     assert str(killed) in lost.name
@@ -199,11 +202,12 @@ async def test_a_client_process_that_is_killed_is_reported() -> None:
 
 async def test_a_client_process_that_is_stuck_is_killed_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("windtunnel.lab.clients.STUCK_AFTER_NS", 0)
-    plan = replace(SPREAD, victim=Shape(max_tokens=100_000), when=Trigger(Moment.TOKENS, 20), survivors=0, later=3)
-    async with fake(itl_s=0.01) as (server, target):
+    plan = replace(SPREAD, victim=Shape(max_tokens=100_000), survivors=0, later=3)
+    async with fake(silent_after=1) as (server, target):
         storm = asyncio.create_task(run_storm(target, replace(plan, request_timeout_ns=8 * S)))
         await until(lambda: server.running == plan.victims)
         os.kill(client_processes()[0], signal.SIGSTOP)
+        server.goes_on.set()
         result = await storm
     (lost,) = result.lost_clients
     assert lost.why == "was killed: no answer within 8 s"
@@ -214,8 +218,8 @@ async def test_a_client_process_that_is_stuck_is_killed_and_reported(monkeypatch
 
 async def test_without_any_client_process_the_storm_still_ends() -> None:
     plan = replace(SPREAD, victim=Shape(max_tokens=100_000), hold=True, survivors=0, request_timeout_ns=60 * S)
-    async with fake("no-metrics", itl_s=0.001) as (server, target):
-        storm = asyncio.create_task(run_storm(target, replace(plan, when=Trigger(Moment.TOKENS, 10_000))))
+    async with fake("no-metrics", silent_after=1) as (server, target):
+        storm = asyncio.create_task(run_storm(target, plan))
         await until(lambda: server.running == plan.victims)
         for pid in client_processes():
             os.kill(pid, signal.SIGKILL)
@@ -226,8 +230,9 @@ async def test_without_any_client_process_the_storm_still_ends() -> None:
 
 
 async def test_cancelling_leaves_no_client_process() -> None:
-    plan = replace(SPREAD, victim=Shape(max_tokens=100_000), when=Trigger(Moment.TOKENS, 10_000))
-    async with fake(itl_s=0.001) as (server, target):
+    long = Shape(max_tokens=100_000)
+    plan = replace(SPREAD, victim=long, survivor=long)
+    async with fake(silent_after=1) as (server, target):
         storm = asyncio.create_task(run_storm(target, plan))
         await until(lambda: server.running == plan.victims + plan.survivors)
         assert len(client_processes()) == 3

@@ -40,6 +40,12 @@ def test_what_got_worse_is_named(document: dict[str, Any]) -> None:
     assert [row["change"] for row in compare(after, document)["metrics"]].count("better") == 1
 
 
+def test_two_kinds_of_results_are_not_compared(document: dict[str, Any]) -> None:
+    one_storm = {"target": "http://127.0.0.1:1", **document}
+    with pytest.raises(ValueError, match="compare two of a kind"):
+        compare(document, one_storm)
+
+
 def test_holm_by_hand() -> None:
     assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
 
@@ -61,9 +67,9 @@ async def test_an_arm_against_itself(experiment: Experiment) -> None:
 
 
 async def test_a_look_at_an_obvious_effect_ends_the_run(text: str) -> None:
-    experiment = parse(text.replace("trials = 2", "trials = 4"), "fake.toml")
-    result = await run_experiment(experiment, Options(looks=4))
-    assert len(result["arms"]["control"]["trials"]) < 4
+    experiment = parse(text.replace("trials = 2", "trials = 5"), "fake.toml")
+    result = await run_experiment(experiment, Options(looks=5))
+    assert len(result["arms"]["control"]["trials"]) == 4
     assert result["effect"]["p_value"] < result["effect"]["level"] < 0.05
     assert result["verdict"] == "confirmed"
 

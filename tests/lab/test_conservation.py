@@ -38,6 +38,14 @@ def test_one_request_is_counted_once(counted: int, found: int) -> None:
     assert len(imbalances(_result(counted, {}))) == found
 
 
+def test_what_is_asked_after_the_last_sample_is_not_counted() -> None:
+    """Known pairs are compared at the very end."""
+    result = _result(1, {})
+    again = StreamRecord(Ask(2, Role.KNOWN, 0, Api.COMPLETIONS, "a", 4, True), End.FINISHED, 10, 12)
+    assert imbalances(replace(result, streams=(*result.streams, again))) == []
+    assert len(imbalances(replace(result, streams=(*result.streams, replace(again, started_ns=3))))) == 1
+
+
 @pytest.mark.parametrize(("api", "found"), [(Api.COMPLETIONS, 1), (Api.MESSAGES, 0)])
 def test_who_was_finished_unseen_was_computed(api: Api, found: int) -> None:
     """To its last token, unless its API lets it end before."""

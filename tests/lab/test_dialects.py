@@ -11,12 +11,14 @@ from tests.lab.test_client import DONE, END, HEAD, chunked, plain, sends
 
 from windtunnel.core.units import MS, S
 from windtunnel.lab.arms import running
-from windtunnel.lab.client import Session, request_body, run_request
+from windtunnel.lab.client import run_request
 from windtunnel.lab.connection import How
 from windtunnel.lab.experiment_file import Arm
 from windtunnel.lab.findings import find
+from windtunnel.lab.links import request_body
 from windtunnel.lab.plan import Api, Moment, PlanError, Role, Shape, StormPlan, Trigger, check_plan
 from windtunnel.lab.record import Ask, End, StreamRecord
+from windtunnel.lab.session import Session
 from windtunnel.lab.storm import run_storm
 from windtunnel.lab.target import Target, make_target
 

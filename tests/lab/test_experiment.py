@@ -1,6 +1,7 @@
 """Whole runs with the fake server as both arms: documents, files, and no process left behind."""
 
 import asyncio
+import contextlib
 import copy
 import json
 import os
@@ -24,8 +25,10 @@ from windtunnel.cli import report as report_command
 from windtunnel.cli import storm as storm_command
 from windtunnel.lab import arms
 from windtunnel.lab.arms import Running, count_patterns, fill, running
+from windtunnel.lab.connection import ConnectionCut
 from windtunnel.lab.experiment import Options, Progress, run_experiment, schedule, with_options
 from windtunnel.lab.experiment_file import Arm, Environment, Experiment, parse
+from windtunnel.lab.process_facts import alive as runs
 from windtunnel.lab.progress import print_experiment
 from windtunnel.lab.report import DocumentError, check_document, html, schema, write_all
 from windtunnel.ports import free_port
@@ -45,15 +48,11 @@ app(["experiment", *{!r}])
 
 def alive(folder: Path) -> list[int]:
     """Servers that left their id in this folder and still run."""
-    return [int(one.name) for one in folder.iterdir() if Path(f"/proc/{one.name}").exists() and not _zombie(one.name)]
+    return [int(one.name) for one in folder.iterdir() if runs(int(one.name))]
 
 
 def started(folder: Path) -> bool:
     return any(folder.iterdir())
-
-
-def _zombie(pid: str) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()[0] == "Z"
 
 
 @pytest.fixture
@@ -63,7 +62,8 @@ def pids(tmp_path: Path) -> Iterator[Path]:
     folder.mkdir()
     yield folder
     for pid in alive(folder):
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +188,10 @@ async def test_a_command_that_does_not_exist_is_an_environment_error(tmp_path: P
             pass
 
 
-async def test_a_server_that_is_never_ready_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("error", "told"), [(ConnectionCut("nobody home"), "nobody home"), (TimeoutError(), "TimeoutError")])
+async def test_a_server_that_is_never_ready_is_stopped(
+    error: Exception, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     started: list[asyncio.subprocess.Process] = []
     start = arms._start
 
@@ -196,10 +199,14 @@ async def test_a_server_that_is_never_ready_is_stopped(tmp_path: Path, monkeypat
         started.append(await start(*told))
         return started[-1]
 
+    async def cut(*_told: Any) -> None:
+        raise error
+
     monkeypatch.setattr(arms, "_start", seen)
+    monkeypatch.setattr(arms, "fetch", cut)
     never = f"http://127.0.0.1:{free_port()}/"
     arm = Arm.model_validate({"command": server_command(), "ready_url": never, "ready_timeout": "200ms"})
-    with pytest.raises(Environment, match="did not answer 200"):
+    with pytest.raises(Environment, match=rf"did not answer 200 within 200ms \({told}\)"):
         async with running(arm, tmp_path / "log", time_scale=1, seed=0):
             pass
     (process,) = started
@@ -354,7 +361,7 @@ def test_run_through_the_command_line(text: str, tmp_path: Path) -> None:
 
 
 def test_the_reproduce_command_reproduces(text: str, tmp_path: Path) -> None:
-    """It names the file, not only the experiment in it, and carries every option that matters."""
+    """It names the file, not only the experiment in it, and carries every option that matters. Trials are told as they end."""
     (tmp_path / "fake.toml").write_text(text, "utf-8")
     options = ["--trials", "2", "--seed", "5", "--time-scale", "2", "--aa", "treatment", "--looks", "2"]
     runs = [["experiment", "run", str(tmp_path / "fake.toml"), *options]]
@@ -362,6 +369,8 @@ def test_the_reproduce_command_reproduces(text: str, tmp_path: Path) -> None:
     for _ in range(2):
         result = CliRunner().invoke(app, [*runs[-1], "--json"])
         documents.append(json.loads(result.stdout))
+        assert "control, trial 1 (1 of 4)" in result.stderr or "treatment, trial 1 (1 of 4)" in result.stderr
+        assert "(4 of 4): 0 of 12 bystanders harmed, 4 of 4 later streams complete" in result.stderr
         program, *words = shlex.split(documents[-1]["reproduce"])
         assert program == "windtunnel"
         runs.append(words)

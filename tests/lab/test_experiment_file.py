@@ -41,11 +41,11 @@ def test_durations_and_the_time_scale(text: str) -> None:
     ("old", "new", "at", "key", "message"),
     [
         ("later = 4", 'later = "four"', "later =", "storm.later", "valid integer"),
-        ("later = 4", "latter = 4", "latter =", "storm.latter", "Extra inputs"),
+        ("later = 4", "latter = 4", "latter =", "storm.latter", "there is no such key; did you mean later?"),
         ('sample_every = "10ms"', "sample_every = 10", "sample_every", "storm.sample_every", "write a number with a unit"),
         ("victims = 3", 'victims = 3\nwhen = "soon"', "when =", "storm.when", "none of incomplete, sent"),
         ('operator = ">"', 'operator = "=>"', "=>", "predictions.0.operator", "Input should be '=='"),
-        ("value = 0\n\n[effect]", "value = 0\nwhom = 1\n\n[effect]", "whom", "predictions.1.whom", "Extra inputs"),
+        ("value = 0\n\n[effect]", "value = 0\nwhom = 1\n\n[effect]", "whom", "predictions.1.whom", "there is no such key"),
         ("trials = 2", "trials = 0", "trials", "trials", "greater than or equal to 1"),
         ("{ race", '{ bad = "(", race', "[arms.control]", "arms.control", "not a regular expression"),
     ],

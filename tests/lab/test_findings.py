@@ -8,15 +8,17 @@ from typing import Any
 import pytest
 from tests.lab.conftest import until
 from tests.lab.fake_server import DEFECTS, FakeServer
+from tests.own_time import own_time
 
 from windtunnel.core.units import MS, S
-from windtunnel.lab.client import Session
 from windtunnel.lab.connection import How
 from windtunnel.lab.document import storm_document
-from windtunnel.lab.findings import KINDS, Finding, find
+from windtunnel.lab.finding import Finding
+from windtunnel.lab.findings import KINDS, find
 from windtunnel.lab.plan import METRICS_BYSTANDER, Moment, Role, Shape, StormPlan, Trigger
 from windtunnel.lab.record import End, Sample, StormResult
 from windtunnel.lab.sampler import Sampler
+from windtunnel.lab.session import Session
 from windtunnel.lab.storm import run_storm
 from windtunnel.lab.target import make_target
 
@@ -40,10 +42,12 @@ PLANS = {
 
 
 async def blow(plan: StormPlan, *defects: str, **options: Any) -> StormResult:
+    """In the time of this process: how long deadlines and streams are to one another is no matter of the machine's."""
     server = FakeServer(frozenset(defects), **options)
     port = await server.start()
     try:
-        return await run_storm(make_target(f"http://127.0.0.1:{port}", "fake"), plan)
+        with own_time(asyncio.get_running_loop()):
+            return await run_storm(make_target(f"http://127.0.0.1:{port}", "fake"), plan)
     finally:
         await server.stop()
 

@@ -11,10 +11,10 @@ from tests.lab.fake_server import FakeServer
 from tests.lab.test_client import DONE, FINISH, HEAD, TEXT, chunked
 from tests.lab.test_client import END as TERMINATOR
 from tests.lab.test_findings import PLAN, blow, names
+from tests.own_time import own_time
 
 from windtunnel.core.units import MS, S
 from windtunnel.lab.asks import AskMaker
-from windtunnel.lab.client import Session
 from windtunnel.lab.document import storm_report
 from windtunnel.lab.extras import Extras
 from windtunnel.lab.findings import find
@@ -23,6 +23,7 @@ from windtunnel.lab.proxy import Proxy
 from windtunnel.lab.record import DrainRecord, End, KnownPair, Sample, StormResult
 from windtunnel.lab.report import schema
 from windtunnel.lab.sampler import Sampler
+from windtunnel.lab.session import Session
 from windtunnel.lab.storm import run_storm
 from windtunnel.lab.target import make_target
 
@@ -35,7 +36,8 @@ async def test_a_proxy_that_keeps_its_upstream_is_told_from_one_that_does_not(ke
     url = f"http://127.0.0.1:{front.sockets[0].getsockname()[1]}"
     plan = replace(PLAN, bystanders=0, survivors=0, later=2, victim=Shape(max_tokens=400), quiet_deadline_ns=10 * S)
     try:
-        result = await run_storm(make_target(url, "fake", metrics_urls=[f"http://127.0.0.1:{port}/metrics"]), plan)
+        with own_time(asyncio.get_running_loop()):
+            result = await run_storm(make_target(url, "fake", metrics_urls=[f"http://127.0.0.1:{port}/metrics"]), plan)
     finally:
         front.close()
         await worker.stop()

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from tests.lab.fake_server import FakeServer
 
+from windtunnel.lab.dry_run import describe, planned_asks
 from windtunnel.lab.plan import (
     Limits,
     Moment,
@@ -17,7 +18,7 @@ from windtunnel.lab.plan import (
     parse_hows,
     parse_trigger,
 )
-from windtunnel.lab.storm import describe, planned_asks, run_storm
+from windtunnel.lab.storm import run_storm
 from windtunnel.lab.target import make_target
 
 

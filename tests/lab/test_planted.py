@@ -109,14 +109,15 @@ def test_every_defect_and_every_finding_has_a_test() -> None:
 
 @pytest.mark.parametrize(("keep", "expected"), [(True, ["abort_not_propagated"]), (False, [])])
 async def test_a_proxy_before_a_real_server(keep: bool, expected: list[str]) -> None:
-    async with server() as worker:
-        front = await asyncio.start_server(Proxy(worker.port, keep_upstream=keep).serve, "127.0.0.1", 0)
-        url = f"http://127.0.0.1:{front.sockets[0].getsockname()[1]}"
-        target = make_target(url, "wt-model", metrics_urls=[f"{worker.url}/metrics"])
-        try:
-            result = await run_storm(target, STORMS["everybody leaves"])
-        finally:
-            front.close()
+    with own_time(asyncio.get_running_loop()):
+        async with server() as worker:
+            front = await asyncio.start_server(Proxy(worker.port, keep_upstream=keep).serve, "127.0.0.1", 0)
+            url = f"http://127.0.0.1:{front.sockets[0].getsockname()[1]}"
+            target = make_target(url, "wt-model", metrics_urls=[f"{worker.url}/metrics"])
+            try:
+                result = await run_storm(target, STORMS["everybody leaves"])
+            finally:
+                front.close()
     assert [one.name for one in primary(find(result))] == expected
 
 

@@ -10,7 +10,8 @@ from tests.lab.fake_server import FakeServer
 from tests.lab.test_findings import PLAN
 
 from windtunnel.core.units import S
-from windtunnel.lab.findings import Finding, Severity, find
+from windtunnel.lab.finding import Finding, Severity
+from windtunnel.lab.findings import find
 from windtunnel.lab.plan import Moment, Role, Shape, Trigger
 from windtunnel.lab.progress import Lines, _cells, _console, _table, storm_picture
 from windtunnel.lab.record import LostClient

@@ -14,10 +14,11 @@ from tests.lab.test_findings import PLAN, names
 
 from windtunnel.core.units import MS, S
 from windtunnel.lab.connection import How, parse_origin
+from windtunnel.lab.dry_run import describe
 from windtunnel.lab.findings import find
 from windtunnel.lab.plan import METRICS_BYSTANDER, Moment, PlanError, Role, Shape, StormPlan, Trigger
 from windtunnel.lab.record import End, StormResult
-from windtunnel.lab.storm import describe, run_storm
+from windtunnel.lab.storm import run_storm
 from windtunnel.lab.target import TargetError, find_context, find_model, make_target
 
 CANCEL = replace(PLAN, how=(How.RST_STREAM,))
@@ -126,11 +127,11 @@ async def worker(*flags: str) -> AsyncIterator[int]:
         async with asyncio.timeout(60):
             while not (found := re.search(rb"running on http://127.0.0.1:(\d+)", await process.stderr.readline())):
                 assert not process.stderr.at_eof()
-        reading = asyncio.ensure_future(process.stderr.read())
         yield int(found[1])
     finally:
-        process.terminate()
-        await asyncio.gather(process.wait(), reading)
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        await process.communicate()
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
@@ -226,12 +227,9 @@ def test_a_bad_address_is_told_the_right_form(url: str) -> None:
         parse_origin(url)
 
 
-async def test_nobody_at_the_port_is_a_target_error() -> None:
-    fake = FakeServer()
-    port = await fake.start()
-    await fake.stop()
+async def test_nobody_at_the_port_is_a_target_error(deaf_port: int) -> None:
     with pytest.raises(TargetError, match="neither VllmEngine nor SglangScheduler answers"):
-        await find_model(f"grpc://127.0.0.1:{port}", {})
+        await find_model(f"grpc://127.0.0.1:{deaf_port}", {})
 
 
 async def test_a_grpc_port_without_metrics_is_told_how_to_name_them() -> None:

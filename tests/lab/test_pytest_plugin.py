@@ -43,7 +43,7 @@ def test_the_fixtures_start_storm_and_judge(pytester: pytest.Pytester, monkeypat
     pytester.makepyfile(TESTS)
     known = any(one.name == "windtunnel" for one in entry_points(group="pytest11"))
     plugin = () if known else ("-p", "windtunnel.lab.pytest_plugin")
-    result = pytester.runpytest_subprocess(*plugin, "-p", "no:cacheprovider", "-q")
+    result = pytester.runpytest_subprocess(*plugin, "-p", "no:cacheprovider", "-p", "no:langsmith_plugin", "-q")
     result.assert_outcomes(passed=2, failed=4)
     result.stdout.fnmatch_lines(["*corrupt_stream (high;*"])
     result.stdout.fnmatch_lines(["*nothing follows from the storm: no client left*"])

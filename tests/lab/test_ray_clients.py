@@ -16,7 +16,7 @@ from tests.lab.test_clients import PLAN, essence, fake
 
 from windtunnel.lab.findings import find
 from windtunnel.lab.pipes import ClientsError
-from windtunnel.lab.plan import Moment, Role, Shape, Trigger
+from windtunnel.lab.plan import Role, Shape
 from windtunnel.lab.ray_pipe import ray_pipes
 from windtunnel.lab.record import End
 from windtunnel.lab.storm import run_storm
@@ -110,13 +110,14 @@ def is_client(pid: int, parent: int, cluster: str) -> bool:
 @pytest.mark.slow
 async def test_the_clients_are_on_both_nodes_and_a_lost_one_is_reported(cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", cluster)
-    plan = replace(ON_RAY, victim=Shape(max_tokens=100_000), when=Trigger(Moment.TOKENS, 1_000), survivors=0)
-    async with fake(itl_s=0.001) as (server, target):
+    plan = replace(ON_RAY, victim=Shape(max_tokens=100_000), survivors=0)
+    async with fake(silent_after=1) as (server, target):
         storm = asyncio.create_task(run_storm(target, plan))
         await until(lambda: server.running == plan.victims)
         raylets = {pid: parent for pid in all_processes() for parent in [parent_of(pid)] if is_client(pid, parent, cluster)}
         assert len(raylets) == len(set(raylets.values())) == 2
         os.kill(min(raylets), 9)
+        server.goes_on.set()
         result = await storm
     (lost,) = result.lost_clients
     assert lost.requests == sum(stream.end is End.CLIENT_DIED for stream in result.streams) > 0

@@ -84,9 +84,9 @@ def test_empty_samples_are_refused() -> None:
 
 
 def test_requests_of_one_trial_are_not_independent() -> None:
-    """All or nothing in each trial: a trial is one unit (design effect 2/1 * 0.125 / 0.0125 = 20)."""
+    """All or nothing in each trial: a trial is one unit at most (design effect 2/1 * 0.125 / 0.0125 = 20, in both arms)."""
     clustered = compare_clustered([(0, 10), (10, 10)], [(0, 10), (0, 10)])
-    assert clustered.test.endswith("1 and 20 units (design effect of trials)")
+    assert clustered.test.endswith("1 and 1 units (design effect of trials)")
     assert clustered.difference == 0.5
     assert clustered.p_value > 0.05 > compare_rates((10, 20), (0, 20)).p_value
     even = compare_clustered([(6, 40), (7, 40), (7, 40)], [(0, 40)] * 3)

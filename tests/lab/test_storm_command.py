@@ -29,7 +29,8 @@ from windtunnel.lab.process_facts import alive
 from windtunnel.lab.report import schema, storm_html
 
 SMALL = ["--victims", "4", "--bystanders", "6", "--later", "4", "--sample-every", "10ms", "--max-tokens", "400"]
-LONG = ["--victims", "6", "--when", "tokens:5000", "--max-tokens", "100000", "--request-timeout", "100s"]
+LONG = ["--victims", "6", "--when", "tokens:90000", "--max-tokens", "100000", "--request-timeout", "100s"]
+"""Nobody leaves for 90 s at least: an interrupt or a kill comes first."""
 
 
 @asynccontextmanager
@@ -58,8 +59,9 @@ async def storm(*words: str) -> tuple[int, str, str]:
 
 
 async def test_a_folder_gets_document_report_and_junit(tmp_path: Path) -> None:
+    """And where there is no terminal, the phases get plain lines."""
     async with fake("bystander-500") as (_, url):
-        code, out, _ = await storm(url, *SMALL, "--out", str(tmp_path))
+        code, out, err = await storm(url, *SMALL, "--out", str(tmp_path))
     assert code == 1
     assert "bystander_error" in out
     document = json.loads((tmp_path / "result.json").read_text())
@@ -69,23 +71,55 @@ async def test_a_folder_gets_document_report_and_junit(tmp_path: Path) -> None:
     assert "http://www.w3.org" not in page and "src=" not in page
     suite = ElementTree.parse(tmp_path / "junit.xml").getroot()[0]
     assert suite.get("failures") == str(len(document["findings"]))
+    lines = err.splitlines()
+    assert [line.split("s  ")[1] for line in lines[:3]] == [
+        "reading the baseline",
+        "victims are leaving",
+        "asking as a bystander",
+    ]
+    assert any("bystander_error (high)" in line for line in lines)
+    assert "\x1b" not in err + out
 
 
-async def test_report_makes_a_storms_files_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_target_with_one_api_is_asked_by_that_one_alone() -> None:
+    """Probes, known pairs and bystanders, too; and who names another one is told."""
+    async with fake("chat-only") as (server, url):
+        code, out, err = await storm(url, *SMALL, "--api", "chat", "--json")
+        refused, _, told = await storm(url, *SMALL, "--api", "completions")
+    document = json.loads(out)
+    assert (code, document["findings"]) == (0, []), err
+    assert document["oracle"] and document["bystanders"] == {"sent": 6, "non_200": 0, "harmed": 0, "by_status": {"200": 6}}
+    assert server.left == 4
+    assert refused == 2 and "does not answer a plain stream by completions" in told and "--api" in told
+
+
+async def test_report_makes_a_quiet_storms_files_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     async with fake() as (_, url):
-        code, out, _ = await storm(url, *SMALL, "--json")
-    assert code == 0
-    (tmp_path / "result.json").write_text(out)
+        code, out, err = await storm(url, *SMALL, "--quiet", "--out", str(tmp_path))
+    assert (code, err) == (0, "")
+    assert "clean" in out
+    (tmp_path / "report.html").unlink()
     report_command.report(tmp_path)
-    assert (tmp_path / "report.html").read_text() == storm_html(json.loads(out))
+    assert (tmp_path / "report.html").read_text() == storm_html(json.loads((tmp_path / "result.json").read_text()))
     assert "Clean" in (tmp_path / "report.html").read_text()
 
 
-def test_single_storms_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "result.json").write_text(json.dumps(dict.fromkeys(schema("storm")["required"])))
-    with pytest.raises(typer.Exit):
-        compare_command.compare(tmp_path, tmp_path)
-    assert "one storm; two results of windtunnel experiment run can be compared" in capsys.readouterr().err
+async def test_two_storms_are_compared_by_their_findings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Numbers of one storm each are shown and not tested."""
+    for name, defects in (("before", ()), ("after", ("bystander-500",))):
+        async with fake(*defects) as (_, url):
+            await storm(url, *SMALL, "--out", str(tmp_path / name))
+    with pytest.raises(typer.Exit) as told:
+        compare_command.compare(tmp_path / "before", tmp_path / "after")
+    out = capsys.readouterr().out
+    assert told.value.exit_code == 1
+    assert "finding new: storm bystander_error\n" in out
+    assert "bystanders.harmed: 0 → 0.5 (one storm each: not tested)\n" in out
+    with pytest.raises(typer.Exit) as told:
+        compare_command.compare(tmp_path / "after", tmp_path / "before", as_json=True)
+    document = json.loads(capsys.readouterr().out)
+    assert (told.value.exit_code, document["worse"]) == (0, False)
+    assert document["findings"] == [{"arm": "storm", "new": [], "gone": ["bystander_error"], "both": []}]
 
 
 def essence(document: dict[str, Any]) -> dict[str, Any]:
@@ -112,26 +146,6 @@ async def test_the_reproduce_command_reproduces(defect: str) -> None:
     assert code == again_code == 1
     assert essence(json.loads(out)) == essence(first)
     assert sorted(server.identities) == sorted(asked)
-
-
-async def test_plain_lines_where_there_is_no_terminal() -> None:
-    async with fake("bystander-500") as (_, url):
-        _, out, err = await storm(url, *SMALL)
-    lines = err.splitlines()
-    assert [line.split("s  ")[1] for line in lines[:3]] == [
-        "reading the baseline",
-        "victims are leaving",
-        "asking as a bystander",
-    ]
-    assert any("bystander_error (high)" in line for line in lines)
-    assert "\x1b" not in err + out
-
-
-async def test_quiet_says_only_the_result() -> None:
-    async with fake() as (_, url):
-        code, out, err = await storm(url, *SMALL, "--quiet")
-    assert (code, err) == (0, "")
-    assert "clean" in out
 
 
 def children(pid: int) -> list[int]:
@@ -226,7 +240,7 @@ main()
 
 
 @pytest.mark.parametrize(
-    "name", ["windtunnel.cli", "typer", "windtunnel.cli.up", "windtunnel.cli.glue", "pydantic", "windtunnel.lab.storm"]
+    "name", ["windtunnel.cli", "typer", "windtunnel.cli.up", "windtunnel.cli.glue", "pydantic", "windtunnel.lab.target"]
 )
 async def test_ctrl_c_while_it_starts_is_a_clean_end(name: str) -> None:
     """By the import at which it comes, since a time would be another one on every machine."""
@@ -284,6 +298,14 @@ async def on_terminal(*words: str) -> tuple[asyncio.subprocess.Process, int]:
     return process, master
 
 
+async def ended(process: asyncio.subprocess.Process, master: int, so_far: bytearray) -> str:
+    """All that it has shown, once it has ended. It is read all the time: a full terminal holds up whoever writes to it."""
+    await until(lambda: bool(shown(master, so_far)) and process.returncode is not None)
+    text = shown(master, so_far)
+    os.close(master)
+    return text
+
+
 def shown(master: int, so_far: bytearray) -> str:
     with contextlib.suppress(OSError):  # nothing to read, or nobody on the other side any more
         while part := os.read(master, 65_536):
@@ -301,9 +323,7 @@ async def test_a_terminal_gets_a_picture_and_its_ctrl_c_ends_everything() -> Non
         helpers = children(process.pid)
         assert len(helpers) == 2
         os.write(master, b"\x03")
-        await asyncio.wait_for(process.wait(), 60)
-        text = shown(master, seen)
-        os.close(master)
+        text = await ended(process, master, seen)
     assert process.returncode == 3
     assert gone(helpers)
     assert "interrupted: stopped" in text
@@ -315,13 +335,10 @@ async def test_an_experiment_shows_the_storm_in_hand(text: str, tmp_path: Path) 
     (tmp_path / "fake.toml").write_text(text, "utf-8")
     seen = bytearray()
     process, master = await on_terminal("experiment", "run", str(tmp_path / "fake.toml"), "--trials", "1")
-    await until(lambda: process.returncode is not None or "of 19 requests opened" in shown(master, seen))
-    await asyncio.wait_for(process.wait(), 60)
-    shown_text = shown(master, seen)
-    os.close(master)
-    assert "of 19 requests opened" in shown_text
-    assert "control, trial 1" in shown_text
-    assert "Traceback" not in shown_text
+    text = await ended(process, master, seen)
+    assert "of 19 requests opened" in text
+    assert "control, trial 1" in text
+    assert "Traceback" not in text
 
 
 async def test_a_quiet_experiment_says_only_the_result(text: str, tmp_path: Path) -> None:
@@ -330,6 +347,3 @@ async def test_a_quiet_experiment_says_only_the_result(text: str, tmp_path: Path
     code, out, err = await finish(await start(*words, "--quiet"))
     assert (code, err) == (0, "")
     assert "treatment" in out and "confirmed" in out
-    _, _, err = await finish(await start(*words))
-    assert "control, trial 1 (1 of 2)" in err or "treatment, trial 1 (1 of 2)" in err
-    assert "(2 of 2): 0 of 12 bystanders harmed, 4 of 4 later streams complete" in err

@@ -23,9 +23,12 @@ from windtunnel.lab.target import make_target
 
 
 @asynccontextmanager
-async def over_tls(certificate: Path, *defects: str, clients: Path | None = None) -> AsyncIterator[str]:
+async def over_tls(
+    certificate: Path, *defects: str, clients: Path | None = None, version: ssl.TLSVersion = ssl.TLSVersion.TLSv1_3
+) -> AsyncIterator[str]:
     """`clients` vouches for those who may come; None: anybody."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.maximum_version = version
     context.load_cert_chain(certificate)
     if clients is not None:
         context.verify_mode = ssl.CERT_REQUIRED
@@ -141,6 +144,7 @@ async def test_known_answers_of_a_foreign_server_are_compared_word_for_word() ->
     found = {one.name: one for one in find(result)}
     assert "alike twice before the storm" in found["corrupt_stream"].evidence[0]
     assert any("3 of 3 prompts" in note for note in result.notes)
+    assert set(found) == {"corrupt_stream"}  # what is asked after the last sample is not missed in it
 
 
 async def test_a_watched_gauge_of_an_unknown_server_shows_its_leak() -> None:

@@ -10,7 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from windtunnel.serve.config import ServeConfig
-from windtunnel.serve.flags import apply_values, check
+from windtunnel.serve.flag_checks import check
+from windtunnel.serve.flags import apply_values
 from windtunnel.serve.server import SimulatorProcess, uvicorn_config
 from windtunnel.serve.state import Server
 from windtunnel.wire.family import WireError

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator
+from itertools import count
 from typing import Any
 
 import httpx
@@ -272,11 +273,12 @@ async def test_j_kv_events_are_tagged_maps(engine: str) -> None:
 
 async def _first_payload(client: httpx.AsyncClient, sub: Any) -> bytes:
     """A publisher that has just connected loses messages: make events until one arrives."""
-    for number in range(200):
-        prompt = " ".join(f"w{number}x{word}" for word in range(12))
-        await answer(client, COMPLETIONS_PATH, {"model": MODEL, "prompt": prompt, "max_tokens": 4})
-        if await sub.sub.poll(20):
-            frames = await sub.sub.recv_multipart()
-            assert len(frames) == 3 and len(frames[1]) == 8
-            return bytes(frames[2])
-    raise AssertionError("no event arrived")
+    async with asyncio.timeout(PATIENCE_S):
+        for number in count():
+            prompt = " ".join(f"w{number}x{word}" for word in range(12))
+            await answer(client, COMPLETIONS_PATH, {"model": MODEL, "prompt": prompt, "max_tokens": 4})
+            if await sub.sub.poll(20):
+                break
+    frames = await sub.sub.recv_multipart()
+    assert len(frames) == 3 and len(frames[1]) == 8
+    return bytes(frames[2])

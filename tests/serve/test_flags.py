@@ -11,8 +11,9 @@ from tests.serve.test_operations import BODY
 
 from windtunnel.cli.serve import environment_flags
 from windtunnel.serve.config import UsageError
-from windtunnel.serve.flags import FLAGS, live_changes, parse_args
+from windtunnel.serve.flags import live_changes, parse_args
 from windtunnel.serve.foreign_flags import FOREIGN_FLAGS
+from windtunnel.serve.vllm_flags import FLAGS
 
 REFERENCE = Path(os.environ.get("WINDTUNNEL_REFERENCE", Path(__file__).parents[3] / "shared/reference"))
 SIM_VALUES = {

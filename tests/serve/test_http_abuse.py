@@ -1,6 +1,7 @@
 """Malformed and hostile HTTP over raw sockets: refused within limits, and the server goes on (docs/limits.md)."""
 
 import asyncio
+import contextlib
 import socket
 from typing import Any
 
@@ -43,14 +44,15 @@ REFUSED = {
 
 
 async def exchange(server: LiveServer, data: bytes) -> bytes:
-    """Everything that the server says until it closes, or until it has answered and waits for more."""
-    client = await RawClient.connect(server.port)
+    """Everything that the server says until it closes, or resets because it has not read everything."""
+    client, said = await RawClient.connect(server.port), bytearray()
     client.send(data)
     client.writer.write_eof()
-    try:
-        return await client.read_all()
-    except ConnectionResetError:
-        return b""
+    with contextlib.suppress(ConnectionResetError):
+        async with asyncio.timeout(PATIENCE_S):
+            while piece := await client.reader.read(65536):
+                said += piece
+    return bytes(said)
 
 
 async def is_well(server: LiveServer) -> None:

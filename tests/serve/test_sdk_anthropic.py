@@ -6,7 +6,15 @@ from typing import Any
 import pytest
 from tests.serve.live import FOREVER_NS, PATIENCE_S, LiveServer, live
 
-anthropic = pytest.importorskip("anthropic")
+anthropic: Any = None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _sdk() -> None:
+    """Every worker reads all files of tests, and only one of them needs what takes a second to import."""
+    global anthropic
+    anthropic = pytest.importorskip("anthropic")
+
 
 MODEL = "wt-model"
 HERMES = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}

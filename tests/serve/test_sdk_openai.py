@@ -7,7 +7,15 @@ import pytest
 from pydantic import BaseModel
 from tests.serve.live import FOREVER_NS, PATIENCE_S, LiveServer, live
 
-openai = pytest.importorskip("openai")
+openai: Any = None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _sdk() -> None:
+    """Every worker reads all files of tests, and only one of them needs what takes a second to import."""
+    global openai
+    openai = pytest.importorskip("openai")
+
 
 HERMES = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
 STORE = {"enable_responses_store": True}

@@ -37,7 +37,7 @@ VALID: dict[str, Any] = {
     "/abort_request": {"rid": "a", "abort_all": False},
     "/load_lora_adapter": {"lora_name": "n", "lora_path": "/p"},
     "/unload_lora_adapter": {"lora_name": "n"},
-    "/open_session": {"session_id": "s"},
+    "/open_session": {"capacity_of_str_len": 9, "session_id": "s"},
     "/close_session": {"session_id": "s"},
     "/tokenize": {"prompt": "hi", "add_special_tokens": True},
     "/detokenize": {"tokens": [1, 2], "skip_special_tokens": True},

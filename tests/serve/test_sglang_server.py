@@ -10,7 +10,16 @@ from tests.serve.sglang_live import BODIES, NEVER_NS, PHASES, TEXT, events, samp
 
 from windtunnel.core import oracle
 
-openai = pytest.importorskip("openai")
+openai: Any = None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _sdk() -> None:
+    """Every worker reads all files of tests, and only one of them needs what takes a second to import."""
+    global openai
+    openai = pytest.importorskip("openai")
+
+
 QUICK: dict[str, Any] = {"pacing__time_scale": 100.0}
 
 
@@ -223,7 +232,10 @@ async def test_adapters_come_and_go() -> None:
 async def test_sessions_tokens_and_weights() -> None:
     async with talking() as (_server, client):
         assert (await client.post("/open_session", json={"capacity_of_str_len": 9, "session_id": "s"})).json() == "s"
-        assert (await client.post("/open_session", json={"session_id": "s"})).status_code == 400
+        assert (await client.post("/open_session", json={"capacity_of_str_len": 9, "session_id": "s"})).status_code == 400
+        for path in ("open", "close"):
+            missing = await client.post(f"/{path}_session", json={"session_id": "s"} if path == "open" else {})
+            assert missing.status_code == 400 and "must be" in missing.json()["message"]
         assert (await client.post("/close_session", json={"session_id": "s"})).status_code == 200
         told = (await client.post("/v1/tokenize", json={"model": "m", "prompt": "orange holly"})).json()
         assert told["count"] == len(told["tokens"])

@@ -5,7 +5,6 @@ import re
 from pathlib import Path
 
 import grpc
-import openai
 import pytest
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc as rpc
@@ -23,6 +22,8 @@ SHARED = {"grpc_on_http_port": True}
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 async def test_openai_and_grpc_clients_share_a_port_and_get_the_same_tokens(engine: str) -> None:
+    import openai
+
     async with grpc_live(engine=engine, **SHARED) as server:
         assert server.front.port == 0
         async with openai.AsyncOpenAI(base_url=f"{server.live.url}/v1", api_key="x", timeout=PATIENCE_S) as client:

@@ -28,7 +28,7 @@ def legs_of(result: RunResult) -> dict[str, dict[str, int]]:
 
 
 def run_to_nothing(scenario: Scenario) -> tuple[Cluster, RunResult]:
-    """Run, and see that no engine holds anything afterwards."""
+    """Run, and see that no engine and no router holds anything afterwards."""
     cluster = Cluster(scenario)
     result = cluster.run()
     for replica in cluster.replicas:
@@ -37,7 +37,7 @@ def run_to_nothing(scenario: Scenario) -> tuple[Cluster, RunResult]:
         assert not engine.live() and not any(engine.outstanding().values())
         pool = engine._scheduler.pool
         assert pool.free_blocks == pool.usable_blocks
-    assert isinstance(cluster.router, SidecarRouter) and not cluster.router._next
+    assert not isinstance(cluster.router, SidecarRouter) or not cluster.router._next
     for counts in legs_of(result).values():
         assert not counts["in_flight"] and not counts["on_the_way"]
     return cluster, result
@@ -181,12 +181,20 @@ def test_pacing_by_request_runs_the_plain_engine() -> None:
         ({"lease_ns": 0}, r"engines\.disagg"),
         ({"engine_id": "x"}, "engine_id is not one of"),
         ({"connector": "Mooncake"}, "connector is 'Mooncake'"),
-        ({"connector": "MooncakeConnector"}, "MooncakeConnector is not simulated"),
+        ({"connector": "MooncakeConnector", "ordered_reaper": True}, "ordered_reaper is not supported by MooncakeConnector"),
     ],
 )
 def test_settings_are_checked(disagg: dict[str, Any], said: str) -> None:
     with pytest.raises(ScenarioError, match=said):
         Cluster(pd(disagg=disagg))
+
+
+def test_ranks_that_could_not_be_paired_are_refused() -> None:
+    scenario = pd()
+    prefill, decode = scenario.engines
+    ranks = prefill.model_copy(update={"tp": 3}), decode.model_copy(update={"tp": 2})
+    with pytest.raises(ScenarioError, match="Remote tensor parallel size 3 is not divisible by local tensor parallel size 2"):
+        Cluster(scenario.model_copy(update={"engines": ranks}))
 
 
 def test_durations_may_have_units() -> None:

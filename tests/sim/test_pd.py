@@ -7,6 +7,7 @@ import pytest
 
 from windtunnel.core.sglang.disagg.worker import DisaggWorker
 from windtunnel.core.units import MS, S
+from windtunnel.core.vllm.connector.config import MOONCAKE
 from windtunnel.sim.cluster import Cluster, RunResult, run
 from windtunnel.sim.pairs import PairRouter
 from windtunnel.sim.policies import BUILT_IN
@@ -246,12 +247,15 @@ def _seed(shape: str, *, sound: bool = True) -> int:
         engines = random_scenario(seed).engines
         names = {"vllm": "vllm-pd", "sglang": "pd"}
         kind = names[engines[0].kind] if engines[0].role == "prefill" else engines[0].kind
+        kind += "-mooncake" if engines[0].disagg.get("connector") == MOONCAKE else ""
         if kind == shape and (kind != "pd" or ("tombstones" in engines[0].disagg) == sound):
             return seed
     raise AssertionError(f"no seed makes {shape}")
 
 
-@pytest.mark.parametrize(("shape", "sound"), [("sglang", True), ("pd", True), ("pd", False), ("vllm-pd", True)])
+@pytest.mark.parametrize(
+    ("shape", "sound"), [("sglang", True), ("pd", True), ("pd", False), ("vllm-pd", True), ("vllm-pd-mooncake", True)]
+)
 def test_swarm_seeds_replay(shape: str, sound: bool) -> None:
     seed = _seed(shape, sound=sound)
     first = run_seed(seed)

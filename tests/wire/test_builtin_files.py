@@ -1,6 +1,7 @@
 """A router that loads these files has the built-in tokenizer."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -34,6 +35,22 @@ TEXTS = st.one_of(
 def test_the_same_ids_for_every_text(loaded: Tokenizer, text: str) -> None:
     assert loaded.encode(text) == BUILTIN.encode(text)
     assert loaded.decode(BUILTIN.encode(text), skip_special_tokens=False) == text
+
+
+class Batches:
+    """The library's tokenizer, of which only batches may be asked for: elsewhere it lets no other thread run."""
+
+    def __init__(self, inner: Any) -> None:
+        self.encode_batch_fast = inner.encode_batch_fast
+
+
+def test_a_long_text_is_encoded_as_a_batch(loaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "Hello there, [wt:7] </s> é " * 400
+    expected = loaded.encode(text[:4000]), loaded._inner.encode(text).ids
+    monkeypatch.setattr(loaded, "_inner", Batches(loaded._inner))
+    assert loaded.encode(text) == expected[1] == BUILTIN.encode(text)
+    with pytest.raises(AttributeError):
+        loaded.encode(text[:4000])
 
 
 def test_oracle_words_are_one_token_each(loaded: Tokenizer) -> None:

@@ -9,7 +9,7 @@ from tests.wire.vllm_env import JSON, env
 
 from windtunnel.wire import http
 from windtunnel.wire.family import Family, WireError
-from windtunnel.wire.vllm import chat, completions
+from windtunnel.wire.vllm import chat, chat_request, completions
 
 
 def _error(body: bytes, content_type: str | None = "application/json") -> WireError:
@@ -117,7 +117,7 @@ def _plans_or_refuses(family: Family, body: bytes) -> None:
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
-@given(st.dictionaries(st.sampled_from(sorted(chat.ChatCompletionRequest.model_fields)), VALUES, max_size=4))
+@given(st.dictionaries(st.sampled_from(sorted(chat_request.ChatCompletionRequest.model_fields)), VALUES, max_size=4))
 def test_no_chat_body_does_anything_but_plan_or_refuse(fields: dict[str, object]) -> None:
     body = json.dumps({"messages": [{"role": "user", "content": "hi"}]} | fields).encode()
     _plans_or_refuses(chat, body)

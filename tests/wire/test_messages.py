@@ -10,6 +10,7 @@ from windtunnel.core.tokenizer import BuiltinTokenizer
 from windtunnel.wire.env import ServerEnv, counting_ids
 from windtunnel.wire.family import Delta, Generation, Usage, WireError
 from windtunnel.wire.vllm import messages
+from windtunnel.wire.vllm.messages_stream import MessageEncoder
 
 JSON = {"content-type": "application/json"}
 TOOL = {"name": "f", "input_schema": {"type": "object"}}
@@ -30,7 +31,7 @@ def events(frames: bytes) -> list[dict[str, Any]]:
 
 
 def streamed(generation: Generation, texts: Sequence[str], finish: str, stop: int | str | None = None) -> list[dict[str, Any]]:
-    encoder = messages.MessageEncoder(generation.spec)
+    encoder = MessageEncoder(generation.spec)
     usage = Usage(30, len(texts), cached_tokens=16, created_cache_tokens=4)
     deltas = [Delta(0, text, (50,)) for text in texts] + [Delta(0, "", (50,), finish_reason=finish, stop_reason=stop)]
     return events(b"".join(encoder.delta(delta, usage) for delta in deltas) + encoder.close(usage))
@@ -72,7 +73,7 @@ def test_usage_splits_the_prompt_only_with_details(details: bool) -> None:
 
 @pytest.mark.parametrize("started", [True, False])
 def test_an_error_closes_the_open_block_and_is_the_last_event(started: bool) -> None:
-    encoder = messages.MessageEncoder(plan(environment()).spec)
+    encoder = MessageEncoder(plan(environment()).spec)
     if started:
         encoder.delta(Delta(0, "a", (50,)), Usage(3, 1))
     told = events(encoder.error(WireError("EngineCore encountered an issue", 500, "InternalServerError")))
@@ -160,7 +161,7 @@ def test_counting_counts_what_a_message_would_read() -> None:
 
 
 def test_a_plain_frame_is_the_one_that_the_encoder_writes() -> None:
-    encoder = messages.MessageEncoder(plan(environment()).spec)
+    encoder = MessageEncoder(plan(environment()).spec)
     assert encoder.plain(0) is None
     encoder.delta(Delta(0, "a", (50,)), Usage(3, 1))
     around = encoder.plain(0)

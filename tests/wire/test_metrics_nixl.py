@@ -2,7 +2,8 @@
 
 from tests.core.vllm.kv_rig import Pair, answer
 
-from windtunnel.wire.vllm.metrics import VllmMetrics, cache_config_labels
+from windtunnel.wire.vllm.cache_config import cache_config_labels
+from windtunnel.wire.vllm.metrics import VllmMetrics
 
 
 def metrics(kv_role: str | None) -> VllmMetrics:

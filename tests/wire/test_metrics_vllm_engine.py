@@ -11,7 +11,8 @@ from windtunnel.core.units import MS
 from windtunnel.core.vllm.config import VllmEngineConfig
 from windtunnel.core.vllm.engine import VllmEngine
 from windtunnel.wire.metrics import Histogram, Value
-from windtunnel.wire.vllm.metrics import VllmMetrics, cache_config_labels
+from windtunnel.wire.vllm.cache_config import cache_config_labels
+from windtunnel.wire.vllm.metrics import VllmMetrics
 
 PROMPT, OUTPUT = 24, 40
 

@@ -10,7 +10,8 @@ from prometheus_client import generate_latest
 
 from windtunnel.core.outputs import StepOutput, StepStats
 from windtunnel.wire.metrics import CONTENT_TYPE, process_metrics, render
-from windtunnel.wire.vllm.metrics import VllmMetrics, cache_config_labels
+from windtunnel.wire.vllm.cache_config import cache_config_labels
+from windtunnel.wire.vllm.metrics import VllmMetrics
 
 GOLDEN = Path(os.environ.get("WINDTUNNEL_GOLDEN") or Path(__file__).parents[3] / "shared" / "golden") / "vllm"
 pytestmark = pytest.mark.skipif(not GOLDEN.is_dir(), reason=f"no recordings at {GOLDEN}; set WINDTUNNEL_GOLDEN")

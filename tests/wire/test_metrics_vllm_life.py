@@ -12,7 +12,10 @@ from windtunnel.core.outputs import FinishReason, StepOutput, StepStats, TokenOu
 from windtunnel.core.request import EngineRequest, MediaItem
 from windtunnel.core.units import MS, S
 from windtunnel.wire.metrics import Histogram, Value, render
-from windtunnel.wire.vllm.metrics import MEDIA_KEPT, VllmMetrics, cache_config_labels, token_buckets
+from windtunnel.wire.vllm.cache_config import cache_config_labels
+from windtunnel.wire.vllm.media_cache import MEDIA_KEPT
+from windtunnel.wire.vllm.metric_specs import token_buckets
+from windtunnel.wire.vllm.metrics import VllmMetrics
 
 
 class Words:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from windtunnel.core.vllm.connector.seam import Peer, Pull, Pulled, Pulls
 from windtunnel.wire.vllm.mooncake import (
+    MAX_BLOCK_BYTES,
     EngineEntry,
     MooncakeError,
     decode_answers,
@@ -29,6 +30,7 @@ pulls = st.builds(
     Pulls,
     st.builds(Peer, ids, ids, st.integers(1, 65535), st.integers(1, 1024)),
     st.lists(st.builds(Pull, ids, ids, blocks), min_size=1, max_size=5, unique_by=lambda pull: pull.request_id).map(tuple),
+    st.integers(1, MAX_BLOCK_BYTES),
 )
 
 
@@ -47,7 +49,7 @@ def test_an_answer_comes_back_as_it_was(told: Pulled) -> None:
 
 def test_the_names_are_vllms() -> None:
     decode = Peer("engine-d", "10.0.0.1", 7000, 2)
-    told = msgspec.msgpack.decode(encode_pulls(Pulls(decode, (Pull("d", "xfer-1", (3, 4)), Pull("e", "xfer-2", ())))))
+    told = msgspec.msgpack.decode(encode_pulls(Pulls(decode, (Pull("d", "xfer-1", (3, 4)), Pull("e", "xfer-2", ())), 64)))
     assert told == {
         "remote_hostname": "10.0.0.1",
         "remote_port": 7000,
@@ -55,8 +57,8 @@ def test_the_names_are_vllms() -> None:
         "remote_tp_rank": 0,
         "req_blocks": {"d": ["xfer-1", [[3, 4]]], "e": ["xfer-2", []]},
         "kv_caches_base_addr": [],
-        "block_lens": [],
-        "kv_block_lens": [],
+        "block_lens": [64],
+        "kv_block_lens": [64],
         "windtunnel_engine_id": "engine-d",
     }
     assert msgspec.msgpack.decode(encode_answer(Pulled("d", None, "x"))) == {
@@ -78,7 +80,7 @@ def test_whatever_is_no_finish_and_no_continue_fails_the_whole_pull() -> None:
 
 
 def pull(**changes: Any) -> bytes:
-    told = msgspec.msgpack.decode(encode_pulls(Pulls(Peer("e", "h", 1), (Pull("d", "t", (1,)),))))
+    told = msgspec.msgpack.decode(encode_pulls(Pulls(Peer("e", "h", 1), (Pull("d", "t", (1,)),), 64)))
     return msgspec.msgpack.encode({name: value for name, value in (told | changes).items() if value is not None})
 
 
@@ -91,6 +93,9 @@ def pull(**changes: Any) -> bytes:
         ({"remote_port": 0}, "out of range"),
         ({"remote_tp_size": 0}, "out of range"),
         ({"remote_port": None}, "not a pull"),
+        ({"kv_block_lens": []}, "the bytes of a block, 1 to"),
+        ({"kv_block_lens": [0]}, "the bytes of a block, 1 to"),
+        ({"kv_block_lens": [64, 64]}, "the bytes of a block, 1 to"),
         ({"req_blocks": {}}, "a pull of 0 requests"),
         ({"req_blocks": {"": ["t", [[1]]]}}, "an id is empty"),
         ({"req_blocks": {"d": ["", [[1]]]}}, "an id is empty"),
@@ -125,5 +130,5 @@ def test_what_a_bootstrap_server_says() -> None:
 def test_ranks_that_are_no_numbers_are_no_engines() -> None:
     entry = {"engine_id": "e", "worker_addr": {}}
     assert engine_ids(json.dumps({"3": entry, "x": entry, "9" * 5000: entry}).encode()) == {3: "e"}
-    with pytest.raises(MooncakeError, match="no engine is registered"):
+    with pytest.raises(MooncakeError, match="0 engines are registered"):
         engine_ids(b"{}")

@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 
+from windtunnel.core.vllm.connector.params import MAX_RANKS
 from windtunnel.wire.vllm.side_channel import (
     AgentMetadata,
     LandedAnswer,
@@ -49,6 +50,13 @@ def test_an_answer_has_vllms_members_and_comes_back() -> None:
     assert set(told) == {"compatibility_hash", "agent_metadata_bytes"}
     assert msgspec.msgpack.decode(told["agent_metadata_bytes"])["engine_id"] == "e"
     assert decode_answer(encode_answer("hash", METADATA)) == ("hash", METADATA)
+
+
+@pytest.mark.parametrize("tp_size", [0, -1, MAX_RANKS + 1])
+def test_ranks_that_nobody_has_cannot_be_read(tp_size: int) -> None:
+    """The engine divides by it."""
+    told = msgspec.structs.replace(METADATA, tp_size=tp_size)
+    assert decode_answer(encode_answer("hash", told)) == ("hash", None)
     assert agent_of(METADATA) == ("127.0.0.1:7", b"")
 
 

@@ -1,6 +1,6 @@
 """`windtunnel calibrate TRACE…`: fit a profile to measured requests, and say how well it predicts the rest."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -35,8 +35,10 @@ def calibrate(
     block_size: Annotated[int, typer.Option(min=1, help="Of the measured server")] = 16,
     cores: Annotated[int, typer.Option(min=0, max=100_000, help="Of the measured machine; 0: not known")] = 0,
     cpu: Annotated[
-        Path | None,
-        typer.Option(help="What other jobs took of these cores: JSONL with t_s and other_cores (docs/calibration.md)"),
+        list[Path] | None,
+        typer.Option(
+            help="What other jobs took of these cores: JSONL with t_s and other_cores (docs/calibration.md); may be repeated"
+        ),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the search and the predictions")] = 0,
     seeds: Annotated[int, typer.Option(min=1, max=100, help="Predictions are means over so many seeds")] = 5,
@@ -50,7 +52,7 @@ def calibrate(
     """Fit a profile to measured requests, print the goodness of fit, and predict the runs that were left out."""
     from windtunnel.cli.glue import fail
     from windtunnel.core.profile import ProfileError
-    from windtunnel.sim.calibrate.cpu import beside_other_jobs, read_other_jobs
+    from windtunnel.sim.calibrate.cpu import beside_other_jobs, read_other_jobs, uncovered
     from windtunnel.sim.calibrate.fit import Fit, fit
     from windtunnel.sim.calibrate.formats import TraceError
     from windtunnel.sim.calibrate.lone import FitError, unseen
@@ -60,17 +62,17 @@ def calibrate(
     limits = EngineLimits(max_num_seqs, max_num_batched_tokens, block_size)
     try:
         runs = _read(traces, trace_format, _numbers("--concurrency", concurrency), only)
-        if cpu is not None:
+        if cpu:
             runs = beside_other_jobs(runs, read_other_jobs(cpu))
             if not (cores or profile_file):
                 fail("--cpu needs --cores: how many the measured machine has")
-        fitted = (
-            [] if profile_file else [run for run in runs if run.concurrency in _numbers("--fit-concurrency", fit_concurrency)]
-        )
+            for doubt in uncovered(runs):
+                _say(doubt)
+        fitted = [] if profile_file else _to_fit(runs, _numbers("--fit-concurrency", fit_concurrency))
         source = f"{', '.join(path.name for path in traces)}: {', '.join(run.name for run in fitted)}; seed {seed}"
         if profile_file:
             found = Fit(_load(profile_file), {}, None)
-            if cpu is not None and not found.profile.machine.cores:
+            if cpu and not found.profile.machine.cores:
                 fail(f"--cpu: {profile_file.name} does not know its machine; calibrate it with --cores")
         else:
             found = fit(fitted, limits, seed=seed, rounds=rounds, cores=cores, say=_say, source=source)
@@ -121,11 +123,34 @@ def _read(traces: Sequence[Path], trace_format: str, concurrency: Sequence[int],
         raise TraceError(f"--concurrency has {len(concurrency)} numbers for {len(traces)} traces")
     given: Sequence[int | None] = concurrency or [None] * len(traces)
     runs = [run for path, clients in zip(traces, given, strict=True) for run in read_runs(path, trace_format, clients)]
+    runs = list(_distinct(runs))
     starts = tuple(word.strip() + " " for word in only.split(",") if word.strip())
     kept = [run for run in runs if not starts or f"{run.name} ".startswith(starts)]
     if not kept:
         raise TraceError(f"no run is left: --only {only!r} fits none of {', '.join(run.name for run in runs)}")
     return kept
+
+
+def _distinct(runs: "Sequence[Run]") -> "Iterator[Run]":
+    """With names of their own: two traces may each have a run of one client."""
+    from collections import Counter
+    from dataclasses import replace
+
+    seen: Counter[str] = Counter()
+    for run in runs:
+        seen[run.name] += 1
+        yield replace(run, name=f"{run.name} ({seen[run.name]})") if seen[run.name] > 1 else run
+
+
+def _to_fit(runs: "Sequence[Run]", concurrency: Sequence[int]) -> "list[Run]":
+    for clients in concurrency:
+        if all(run.concurrency != clients for run in runs):
+            _say(f"--fit-concurrency: no run has {clients} client{'s' * (clients > 1)}; there are {_loads(runs)}")
+    return [run for run in runs if run.concurrency in concurrency]
+
+
+def _loads(runs: "Sequence[Run]") -> str:
+    return ", ".join(run.name or "a run without a name" for run in runs)
 
 
 def _write(out: Path, found: "Fit") -> None:
@@ -144,7 +169,7 @@ def _report(found: "Fit", rows: "Sequence[Prediction]", *, as_json: bool) -> Non
     import json
     from dataclasses import asdict
 
-    from windtunnel.sim.calibrate.prediction import NOISE_MARK, markdown
+    from windtunnel.sim.calibrate.prediction import DRIFT_MARK, NOISE_MARK, markdown, summary
 
     if as_json:
         table = [{**asdict(row), "error": row.error, "hit": row.hit} for row in rows]
@@ -157,10 +182,10 @@ def _report(found: "Fit", rows: "Sequence[Prediction]", *, as_json: bool) -> Non
         f"\nmeasured → predicted, in ms; bold: off by more than 10 % (p50) or 20 % (p99). Fitted on {found.profile.source}."
     )
     typer.echo(f"{NOISE_MARK.strip()} within the measured quantile's 95 % interval, from resampled requests.")
+    typer.echo(
+        f"{DRIFT_MARK.strip()} the first and the second half of the run, each by its prediction, differ by more than that."
+    )
     if found.distance is not None:
         typer.echo(f"Goodness of fit: weighted squared log ratio of quantiles {found.distance:.4f} (0: equal).")
-    left_out = [row for row in rows if not row.fitted]
-    missed = [row for row in left_out if not row.hit]
-    if left_out:
-        doubtful = f"{sum(row.within_sampling_error for row in missed)} of the misses are {NOISE_MARK.strip()}"
-        typer.echo(f"Left out: {len(left_out) - len(missed)} of {len(left_out)} predictions hit; {doubtful}.")
+    for line in summary([row for row in rows if not row.fitted]):
+        typer.echo(line)

@@ -1,4 +1,4 @@
-"""`windtunnel compare DIR DIR`: two results of experiments, before and after."""
+"""`windtunnel compare DIR DIR`: two results of experiments or of storms, before and after."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,16 +13,20 @@ def register(app: typer.Typer) -> None:
 
 
 def compare(
-    before: Annotated[Path, typer.Argument(help="A folder that experiment run --out has written")],
+    before: Annotated[Path, typer.Argument(help="A folder that experiment run --out, or storm --out, has written")],
     after: Annotated[Path, typer.Argument(help="Another one")],
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout")] = False,
 ) -> None:
     """Say what changed. Exit codes: 0 nothing got worse, 1 something did or there is a new finding, 2 usage."""
     import json
 
+    from windtunnel.cli.glue import fail
     from windtunnel.lab.compare import compare as compare_documents
 
-    document = compare_documents(_load(before), _load(after))
+    try:
+        document = compare_documents(_load(before), _load(after))
+    except ValueError as error:
+        fail(f"{before} and {after}: {error}")
     typer.echo(json.dumps(document, indent=2)) if as_json else _print(document)
     raise typer.Exit(FINDING if document["worse"] else OK)
 
@@ -31,7 +35,7 @@ def _load(folder: Path) -> dict[str, Any]:
     import json
 
     from windtunnel.cli.glue import fail
-    from windtunnel.lab.report import RESULT_NAME, DocumentError, check_document, is_storm
+    from windtunnel.lab.report import RESULT_NAME, DocumentError, check_document
 
     source = folder / RESULT_NAME
     try:
@@ -41,8 +45,6 @@ def _load(folder: Path) -> dict[str, Any]:
         fail(f"{source}: {error.strerror}")
     except (ValueError, DocumentError) as error:
         fail(f"{source}: {error}")
-    if is_storm(document):
-        fail(f"{source}: one storm; two results of windtunnel experiment run can be compared")
     return document
 
 
@@ -50,6 +52,8 @@ def _print(document: dict[str, Any]) -> None:
     if not document["same_storm"]:
         typer.echo("note: the two runs had different storms")
     for row in document["metrics"]:
+        if row["arm"] == "storm" and row["before"] != row["after"]:
+            typer.echo(f"{row['metric']}: {row['before']:.3g} → {row['after']:.3g} (one storm each: not tested)")
         if row["change"] != "none":
             numbers = f"{row['before']:.3g} → {row['after']:.3g} (p = {row['p_corrected']:.2g}, corrected)"
             typer.echo(f"{row['change']}: {row['arm']} {row['metric']}: {numbers}")

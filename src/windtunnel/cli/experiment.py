@@ -50,7 +50,10 @@ def run(
     time_scale: Annotated[float, typer.Option(min=0.001, max=1_000, help="Divides the durations of pacing and storm")] = 1.0,
     aa: Annotated[str | None, typer.Option(help="control or treatment: run this arm against itself")] = None,
     looks: Annotated[
-        int, typer.Option(min=1, max=20, help="Test so often and stop at the first effect; alpha is spent over them")
+        int,
+        typer.Option(
+            min=1, max=20, help="Test so often, from the fourth trial on, and stop at the first effect; alpha is spent"
+        ),
     ] = 1,
     plan: Annotated[bool, typer.Option("--plan", help="Print how many trials would be needed, and run nothing")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress; only the result")] = False,

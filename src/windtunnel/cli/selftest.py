@@ -31,16 +31,20 @@ def selftest(
     3 stopped before all servers were tried.
     """
     import json
+    from contextlib import closing, nullcontext
 
+    from windtunnel.lab.selftest_document import summary
     from windtunnel.lab.selftest_log import head_of
 
     cases = _cases(only or [])
     head = head_of(cases, runs, seed)
-    document = {**_run(cases, head, jobs, _log(out, cases, head, resume=resume)), **head}
-    text = json.dumps(document, indent=2)
-    if out is not None:
-        (out / "selftest.json").write_text(text + "\n", "utf-8")
-    typer.echo(text) if as_json else _print(document)
+    log = _log(out, cases, head, resume=resume)
+    with nullcontext() if log is None else closing(log):
+        document = {**_run(cases, head, jobs, log), **head}
+        text = json.dumps(document, indent=2)
+        if out is not None:
+            (out / "selftest.json").write_text(text + "\n", "utf-8")
+    typer.echo(text if as_json else "\n".join(summary(document)))
     raise typer.Exit(OK if document["goal_met"] else FINDING if document["complete"] else INCONCLUSIVE)
 
 
@@ -62,7 +66,8 @@ def _run(cases: "list[Case]", head: dict[str, Any], jobs: int, log: "RunLog | No
     """Servers start from the sources each time: a document over sources that have changed meanwhile is incomplete."""
     from windtunnel.cli.glue import run_stoppable
     from windtunnel.lab.document import environment, versions
-    from windtunnel.lab.selftest import run_selftest, schedule, selftest_document
+    from windtunnel.lab.selftest import run_selftest, schedule
+    from windtunnel.lab.selftest_document import selftest_document
     from windtunnel.lab.selftest_log import code_state
 
     order = schedule(cases, head["runs"], head["seed"])
@@ -100,25 +105,3 @@ def _tell(run: "Run", done: int, total: int) -> None:
     name = "clean" if run.case is None else f"{run.case.fault} (due: {run.case.finding})"
     found = ", ".join(run.names) or "nothing"
     typer.echo(f"[{done}/{total}] seed {run.seed} {run.seconds:5.1f} s  {name}: {found}", err=True)
-
-
-def _print(document: dict[str, Any]) -> None:
-    for name, one in document["by_fault"].items():
-        seconds = "never" if one["seconds"] is None else f"{one['seconds']:.1f} s"
-        also = ", ".join(f"{other} {count}" for other, count in one["also_named"].items())
-        after = ", ".join(f"{other} {count}" for other, count in one["consequences"].items())
-        typer.echo(
-            f"{name}: {one['finding']} in {one['named_right']} of {one['runs']}, after {seconds}"
-            f" (also: {also or 'nothing'}; consequences: {after or 'none'})"
-        )
-    for title, key, total in (("named right", "detection", "faulty"), ("false alarms", "false_alarm", "clean")):
-        rate, interval = document[f"{key}_rate"], document[f"{key}_ci95"]
-        if rate is not None:
-            low, high = interval["low"], interval["high"]
-            typer.echo(f"{title}: {rate:.1%} of {document[f'{total}_runs']} runs (95 %: {low:.1%}…{high:.1%})")
-    if not document["complete"]:
-        tried = document["faulty_runs"] + document["clean_runs"]
-        why = "" if document["one_state"] else "; the sources changed meanwhile, so they are not of one state of the code"
-        typer.echo(f"incomplete: {tried} of {document['planned']} servers were tried{why}")
-    for alarm in document["false_alarms"]:
-        typer.echo(f"false alarm, seed {alarm['seed']}: {alarm['unusable'] or alarm['findings']}")

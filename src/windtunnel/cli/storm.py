@@ -80,8 +80,8 @@ def storm(
     """
     from windtunnel.cli.glue import fail, run_stoppable
     from windtunnel.lab.arms import Stopped
+    from windtunnel.lab.dry_run import describe
     from windtunnel.lab.experiment_file import Environment, storm_plan, with_settings
-    from windtunnel.lab.storm import describe
     from windtunnel.lab.target import TargetError, check_hosts
 
     try:

@@ -162,3 +162,10 @@ class RequestPacing:
     def _scaled_ns(self, base_ns: int, load: float) -> int:
         factor = self.time_scale * (1 + (self.load_factor - 1) * load)
         return base_ns if factor == 1 else round(base_ns * factor)
+
+
+def is_instant(pacing: Pacing) -> bool:
+    """No time passes from one token of a sequence to its next: a server is as fast as it can."""
+    if isinstance(pacing, StepPacing):
+        return pacing.step_ns(StepPlan(0, 1, 1)) == 0
+    return isinstance(pacing, RequestPacing) and not pacing.itl.mean_ns * pacing.time_scale

@@ -86,6 +86,8 @@ class EngineRequest:
 
     Empty or too few: the engine makes the rest when it looks the prompt up.
     """
+    prompt_blocks: Sequence[int] = ()
+    """What `VllmEngine.foresee` found of them in the cache: a hint that is checked. vLLM only."""
     report_cached_blocks: bool = False
     """Publish BlockStored for prefix hits too (`vllm_xargs.kv_cache_report_mode = full`)."""
     kv_transfer: Mapping[str, Any] | None = None

@@ -69,7 +69,9 @@ class Tokenizer(Protocol):
         """The vocabulary entry, as `/tokenize` with `return_token_strs` shows it."""
         ...
 
-    def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer: ...
+    def detokenizer(self, *, skip_special_tokens: bool = True, after: Sequence[int] = ()) -> Detokenizer:
+        """`after`: the end of the prompt. In some vocabularies it decides whether the first token begins with a space."""
+        ...
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], options: TemplateOptions = AS_USUAL) -> str:
         """The prompt text of a conversation. Raises ValueError with the template's own message."""
@@ -171,7 +173,8 @@ class BuiltinTokenizer:
             return b""
         return self._bytes_of[token_id] if token_id < self.vocab_size else b""
 
-    def detokenizer(self, *, skip_special_tokens: bool = True) -> "BuiltinDetokenizer":
+    def detokenizer(self, *, skip_special_tokens: bool = True, after: Sequence[int] = ()) -> "BuiltinDetokenizer":
+        """No token's text depends on those before it."""
         return BuiltinDetokenizer(self, skip_special_tokens)
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], options: TemplateOptions = AS_USUAL) -> str:

@@ -213,23 +213,29 @@ async def _start(words: list[str], env: Mapping[str, str], log: Path, mark: str)
 async def _wait_ready(url: str, arm: Arm, process: asyncio.subprocess.Process | None, log: Path, stop: asyncio.Event) -> None:
     origin = parse_origin(url)
     root = replace(origin.root, trust=arm.tls.trust)
+    why = None
     try:
         async with asyncio.timeout(arm.ready_timeout_ns / 1e9):
-            while not await _answers(root, origin.prefix or "/"):
+            while why := await _why_not(root, origin.prefix or "/"):
                 if process is not None and process.returncode is not None:
                     raise Environment(f"the server exited with {process.returncode} before it was ready{_tail(log)}")
                 if stop.is_set():
                     raise Stopped
                 await asyncio.sleep(READY_POLL_NS / 1e9)
     except TimeoutError:
-        raise Environment(f"{url} did not answer 200 within {format_duration(arm.ready_timeout_ns)}{_tail(log)}") from None
+        last = f" ({why})" if why else ""
+        raise Environment(
+            f"{url} did not answer 200 within {format_duration(arm.ready_timeout_ns)}{last}{_tail(log)}"
+        ) from None
 
 
-async def _answers(origin: Origin, path: str) -> bool:
+async def _why_not(origin: Origin, path: str) -> str | None:
+    """None for a server that is ready."""
     try:
-        return (await fetch(origin, "GET", path, {})).status == 200
-    except (OSError, ConnectionCut, MalformedResponse):
-        return False
+        answer = await fetch(origin, "GET", path, {})
+    except (OSError, ConnectionCut, MalformedResponse) as error:
+        return str(error) or type(error).__name__
+    return None if answer.status == 200 else f"status {answer.status}"
 
 
 async def end(process: asyncio.subprocess.Process) -> None:

@@ -18,7 +18,8 @@ from typing import Any
 
 import windtunnel
 from windtunnel.core.units import MS
-from windtunnel.lab.client import Gate, Leave, Session, run_request
+from windtunnel.lab.client import run_request
+from windtunnel.lab.leave import Gate, Leave
 from windtunnel.lab.messages import (
     FRAME_LIMIT_BYTES,
     AtGate,
@@ -38,6 +39,7 @@ from windtunnel.lab.messages import (
 )
 from windtunnel.lab.plan import Moment
 from windtunnel.lab.record import Ask
+from windtunnel.lab.session import Session
 
 LENGTH = struct.Struct(">I")
 STAGES_EVERY_NS = 200 * MS

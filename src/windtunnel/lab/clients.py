@@ -18,7 +18,8 @@ from typing import Any, Protocol
 
 import windtunnel
 from windtunnel.core.units import S
-from windtunnel.lab.client import Gate, Leave, Session, run_request
+from windtunnel.lab.client import run_request
+from windtunnel.lab.leave import Gate, Leave
 from windtunnel.lab.messages import (
     AtGate,
     Begin,
@@ -38,6 +39,7 @@ from windtunnel.lab.messages import (
 from windtunnel.lab.pipes import ClientsError, Pipe, open_pipes
 from windtunnel.lab.plan import StormPlan
 from windtunnel.lab.record import Ask, End, LostClient, StreamRecord
+from windtunnel.lab.session import Session
 
 CLOCK_ROUNDS = 7
 START_PATIENCE_NS = 60 * S

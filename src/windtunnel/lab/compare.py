@@ -1,18 +1,22 @@
-"""Two results of experiments, arm by arm: what got better, what got worse, and what is only noise.
+"""Two results, of experiments arm by arm or of single storms: what got better, what got worse, and what is only noise.
 
 Rates are compared by Fisher's exact test on effective counts, means by a permutation test over trials; the p-values of one
 comparison are corrected together (Holm 1979), so that many metrics do not make a false alarm likely. A finding that is new in
-the second result counts as worse whatever the statistics say.
+the second result counts as worse whatever the statistics say. A single storm is one trial, so its numbers are set side by side
+and never called different.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from windtunnel.lab.experiment import ARMS, valid
+from windtunnel.lab.report import is_storm
 from windtunnel.lab.stats import Comparison, compare_clustered, compare_means
 from windtunnel.lab.verdict import counts_of, metric
 
 ALPHA = 0.05
+STORM = "storm"
+"""In place of an arm's name."""
 RATES: tuple[tuple[str, str], ...] = (
     ("bystanders.harmed", "bystanders.sent"),
     ("survivors.lost", "survivors.sent"),
@@ -27,12 +31,15 @@ MEANS: tuple[str, ...] = (
 
 
 def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """The comparison as a document; `worse` says whether anything got worse."""
-    rows = [row for arm in ARMS for row in _rows(arm, _trials(before, arm), _trials(after, arm))]
+    """The comparison as a document; `worse` says whether anything got worse. Raises ValueError for results of two kinds."""
+    if is_storm(before) != is_storm(after):
+        raise ValueError("one is a storm's result and the other an experiment's: compare two of a kind")
+    arms = (STORM,) if is_storm(before) else ARMS
+    rows = [row for arm in arms for row in _rows(arm, _trials(before, arm), _trials(after, arm))]
     for row, corrected in zip(rows, holm([row["p_value"] for row in rows]), strict=True):
         row["p_corrected"] = corrected
         row["change"] = "none" if corrected >= ALPHA else "worse" if row["after"] > row["before"] else "better"
-    findings = [_finding_changes(before, after, arm) for arm in ARMS]
+    findings = [_finding_changes(before, after, arm) for arm in arms]
     return {
         "before": _head(before),
         "after": _head(after),
@@ -45,11 +52,15 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, An
 
 
 def _head(document: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: document[key] for key in ("experiment", "verdict", "seed", "trials", "started_at", "versions")}
+    keys = ("target", "model", "started_at", "versions") if is_storm(document) else _HEAD
+    return {key: document[key] for key in keys}
+
+
+_HEAD = ("experiment", "verdict", "seed", "trials", "started_at", "versions")
 
 
 def _trials(document: Mapping[str, Any], arm: str) -> list[dict[str, Any]]:
-    return valid(document["arms"][arm]["trials"])
+    return valid([{**document, "error": None}] if arm == STORM else document["arms"][arm]["trials"])
 
 
 def _rows(arm: str, before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -93,5 +104,8 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def _finding_changes(before: Mapping[str, Any], after: Mapping[str, Any], arm: str) -> dict[str, Any]:
-    one, two = ({finding["name"] for finding in document["findings"] if finding["arm"] == arm} for document in (before, after))
+    one, two = (
+        {finding["name"] for finding in document["findings"] if finding.get("arm", STORM) == arm}
+        for document in (before, after)
+    )
     return {"arm": arm, "new": sorted(two - one), "gone": sorted(one - two), "both": sorted(one & two)}

@@ -11,6 +11,7 @@ drains the socket all the time, so that is the usual case.
 import asyncio
 import json
 import socket
+import ssl
 import struct
 import sys
 from collections.abc import AsyncIterator, Mapping
@@ -86,6 +87,11 @@ class Origin:
         """Without the prefix."""
         return replace(self, prefix="")
 
+    def unwelcome(self, error: Exception) -> str:
+        """A hint where the server has ended a TLS connection before it answered: by alert, reset or the end of the stream."""
+        ours = isinstance(error, ssl.SSLError) and "ALERT" not in (error.reason or "")
+        return "" if ours or self.scheme not in TLS else self.trust.missing
+
     @property
     def authority(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
@@ -153,7 +159,10 @@ class Connection:
         context = origin.trust.context() if origin.scheme in TLS else None
         if context is not None and alpn:
             context.set_alpn_protocols(alpn)
-        reader, writer = await asyncio.open_connection(origin.host, origin.port, ssl=context, limit=HEAD_LIMIT_BYTES)
+        try:
+            reader, writer = await asyncio.open_connection(origin.host, origin.port, ssl=context, limit=HEAD_LIMIT_BYTES)
+        except (ssl.SSLError, ConnectionResetError, BrokenPipeError) as error:
+            raise OSError(f"{error}{origin.unwelcome(error)}") from error
         raw = writer.get_extra_info("socket")
         if raw is not None:
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -217,6 +226,14 @@ class Connection:
             if head.status >= 200:
                 return head
         raise MalformedResponse(f"more than {INFORMATIONAL_LIMIT} informational responses")
+
+    async def ask(self, request: bytes, origin: Origin) -> Head:
+        """Send a whole request, for the head of its response."""
+        try:
+            await self.send(request)
+            return await self.head()
+        except (ConnectionCut, OSError) as error:
+            raise ConnectionCut(f"{error}{origin.unwelcome(error)}") from error
 
     async def parts(self, head: Head) -> AsyncIterator[bytes]:
         """The body without its framing, as it arrives. Raises ConnectionCut when it ends early."""
@@ -302,8 +319,7 @@ async def fetch(
     body = None if payload is None else json.dumps(payload).encode()
     connection = await Connection.open(origin)
     try:
-        await connection.send(request_bytes(method, origin, path, headers, body))
-        head = await connection.head()
+        head = await connection.ask(request_bytes(method, origin, path, headers, body), origin)
         return Answer(head.status, head.headers, await connection.body(head))
     finally:
         connection.leave(How.FIN)

@@ -55,12 +55,18 @@ def _rise(result: StormResult, settled: Sample, key: str) -> float | None:
 
 
 def _count(result: StormResult, *ends: End) -> int:
-    """Requests that began after the baseline was read and ended so; n counts n times."""
+    """Requests that began between the two samples and ended so; n counts n times."""
     return sum(stream.ask.n for stream in _since_baseline(result) if stream.end in ends)
 
 
 def _since_baseline(result: StormResult) -> list[StreamRecord]:
-    return [stream for stream in result.streams if stream.started_ns >= result.baseline.at_ns]
+    """And before the last sample: known pairs are asked again after it."""
+    settled = result.settled
+    return [
+        stream
+        for stream in result.streams
+        if stream.started_ns >= result.baseline.at_ns and (settled is None or stream.started_ns <= settled.at_ns)
+    ]
 
 
 def _counted(result: StormResult, settled: Sample) -> float | None:

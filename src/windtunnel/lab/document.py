@@ -10,8 +10,10 @@ from enum import Enum
 from typing import Any
 
 import windtunnel
+from windtunnel.lab.client_findings import is_gone
 from windtunnel.lab.connection import How
-from windtunnel.lab.findings import Finding, doubts, find, is_gone
+from windtunnel.lab.finding import Finding
+from windtunnel.lab.findings import doubts, find
 from windtunnel.lab.latency import spread
 from windtunnel.lab.outlived import freed_after_ns, zombie_tokens
 from windtunnel.lab.plan import Role, StormPlan

@@ -20,7 +20,7 @@ from windtunnel.lab.connection import parse_origin
 from windtunnel.lab.document import environment as machine
 from windtunnel.lab.document import plan_document, storm_document, versions
 from windtunnel.lab.experiment_file import Arm, ArmName, Environment, Experiment, Prediction, at_key
-from windtunnel.lab.findings import Severity
+from windtunnel.lab.finding import Severity
 from windtunnel.lab.looks import level_at
 from windtunnel.lab.plan import StormPlan, check_target_allowed
 from windtunnel.lab.redact import redact, redact_file, secrets_of

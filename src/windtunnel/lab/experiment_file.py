@@ -8,6 +8,7 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,8 +18,6 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from windtunnel.core.units import S, parse_duration_ns
 from windtunnel.lab.connection import How, parse_origin
 from windtunnel.lab.plan import (
-    COMPLETION_BYSTANDER,
-    METRICS_BYSTANDER,
     Action,
     Api,
     BystanderKind,
@@ -30,6 +29,7 @@ from windtunnel.lab.plan import (
     check_plan,
     check_spoken,
     parse_trigger,
+    usual_bystanders,
 )
 from windtunnel.lab.target import parse_metrics_url
 from windtunnel.lab.trust import Trust, check_trust
@@ -194,7 +194,7 @@ class StormSection(_Section):
             victim=self.victim.shape(),
             survivor=self.survivor.shape(),
             bystanders=self.bystanders,
-            bystander_kinds=(METRICS_BYSTANDER, COMPLETION_BYSTANDER) if kinds is None else tuple(one.kind() for one in kinds),
+            bystander_kinds=usual_bystanders(self.victim.api) if kinds is None else tuple(one.kind() for one in kinds),
             bystander_concurrency=self.bystander_concurrency,
             bystander_gap_ns=scaled(self.bystander_gap),
             later=self.later,
@@ -412,12 +412,20 @@ _NAMED = re.compile(r"((?:storm|arms)\.[\w.]+): ")
 def _problem(problem: Mapping[str, Any], text: str, source: str) -> str:
     where = [part for part in problem["loc"] if not (isinstance(part, str) and part.startswith(("function-", "float", "str")))]
     message = str(problem["msg"]).removeprefix("Value error, ")
+    if problem["type"] == "extra_forbidden":
+        message = f"there is no such key{_near(str(where[-1]))}"
     if not where and (named := _NAMED.match(message)):
         where = named[1].split(".")
     line = find_line(text, where)
     key = ".".join(str(part) for part in where) or "the file"
     message = message.removeprefix(f"{key}: ")
     return f"{source}:{line}: {key}: {message}" if line else f"{source}: {key}: {message}"
+
+
+def _near(key: str) -> str:
+    known = {name for section in _Section.__subclasses__() for name in section.model_fields}
+    near = get_close_matches(key, sorted(known), n=1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def storm_plan(values: Mapping[str, Any], *, seed: int) -> StormPlan:

@@ -10,12 +10,14 @@ from dataclasses import replace
 
 from windtunnel.core.units import MS, S
 from windtunnel.lab.asks import AskMaker
-from windtunnel.lab.client import Leave, Session, run_request
+from windtunnel.lab.client import run_request
 from windtunnel.lab.connection import GRPC, How
+from windtunnel.lab.leave import Leave
 from windtunnel.lab.plan import Moment, Role, Shape, StormPlan, Trigger
 from windtunnel.lab.process_facts import alive
 from windtunnel.lab.record import DirectCheck, DrainRecord, End, KnownPair, StreamRecord
 from windtunnel.lab.sampler import Sampler, ScrapeError, scrape
+from windtunnel.lab.session import Session
 from windtunnel.lab.target import MetricsUrl, find_context, gauges_of, read_gauges
 
 KNOWN_SHAPE = Shape(prompt_words=8, max_tokens=24)
@@ -56,7 +58,7 @@ class Extras:
     async def learn(self) -> None:
         """Ask some prompts twice; those that are answered alike twice are known."""
         for _ in range(self._plan.known):
-            first = await run_request(self._session, self._maker.ask(Role.KNOWN, 0, KNOWN_SHAPE))
+            first = await run_request(self._session, self._maker.ask(Role.KNOWN, 0, replace(KNOWN_SHAPE, api=self._plan.api)))
             second = await run_request(self._session, self._maker.again(first.ask, Role.KNOWN))
             self._streams += [first, second]
             if first.end is second.end is End.FINISHED and first.words == second.words:

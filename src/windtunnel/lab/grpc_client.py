@@ -26,7 +26,8 @@ from smg_grpc_proto.generated import vllm_engine_pb2_grpc as vllm_rpc
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from windtunnel.lab.connection import TLS, Connection, ConnectionCut, How, Origin
+from windtunnel.lab.connection import Connection, ConnectionCut, How, Origin
+from windtunnel.lab.grpc_door import LOOK_TIMEOUT_S, GrpcDoor, find_door
 from windtunnel.lab.record import Ask, End
 
 CONNECT_TIMEOUT_S = 5.0
@@ -55,7 +56,7 @@ _CUTS = ("Socket closed", "Connection reset", "Broken pipe", "GOAWAY", "RST_STRE
 
 
 class Recorder(Protocol):
-    """What a call tells of what it sees (`lab.client`)."""
+    """What a call tells of what it sees (`lab.recorder`)."""
 
     ask: Ask
     error: str | None
@@ -94,49 +95,52 @@ class GrpcPool:
 
     def __init__(self, origin: Origin) -> None:
         self._origin = origin
+        self._entered: asyncio.Future[tuple[GrpcDoor, Worker]] | None = None
         self._channel: grpc.aio.Channel | None = None
-        self._worker: asyncio.Future[Worker] | None = None
 
     async def open(self, how: How | None, deadline_s: float | None) -> "GrpcCall":
         """A call that leaves by `how`. Raises OSError when nothing answers there."""
-        if self._channel is None:
-            self._channel = _channel(self._origin, self._origin.authority, _UNLIMITED)
-            self._worker = asyncio.ensure_future(_worker(self._channel))
-        assert self._worker is not None
+        self._entered = self._entered or asyncio.ensure_future(self._enter())
         try:
-            worker = await asyncio.shield(self._worker)
+            door, worker = await asyncio.shield(self._entered)
         except Unusable as error:
             raise OSError(str(error)) from error
         if how is How.RST:
             relay = await Relay.start(self._origin)
-            channel = _channel(self._origin, f"127.0.0.1:{relay.port}", _ALONE)
+            channel = door.channel(_ALONE, f"127.0.0.1:{relay.port}")
             return GrpcCall(worker, channel, deadline_s, own=True, relay=relay)
         if how is How.FIN:
-            return GrpcCall(worker, _channel(self._origin, self._origin.authority, _ALONE), deadline_s, own=True)
+            return GrpcCall(worker, door.channel(_ALONE), deadline_s, own=True)
+        assert self._channel is not None
         return GrpcCall(worker, self._channel, deadline_s)
 
+    async def _enter(self) -> tuple[GrpcDoor, Worker]:
+        door = await _door(self._origin)
+        self._channel = door.channel(_UNLIMITED)
+        return door, await _worker(self._channel, self._origin)
+
     async def close(self) -> None:
+        if self._entered is not None:
+            self._entered.cancel()
+            await asyncio.gather(self._entered, return_exceptions=True)
         if self._channel is not None:
             await self._channel.close()
-        if self._worker is not None:
-            self._worker.cancel()
-            await asyncio.gather(self._worker, return_exceptions=True)
 
 
-def _channel(origin: Origin, address: str, options: list[tuple[str, int]]) -> grpc.aio.Channel:
-    if origin.scheme not in TLS:
-        return grpc.aio.insecure_channel(address, options=options)
-    named: list[tuple[str, Any]] = [*options, ("grpc.ssl_target_name_override", origin.host)]
-    return grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(*origin.trust.grpc_files()), options=named)
+async def _door(origin: Origin) -> GrpcDoor:
+    try:
+        return await find_door(origin)
+    except OSError as error:
+        raise Unusable(str(error) or f"no TLS handshake within {LOOK_TIMEOUT_S:g} s") from error
 
 
 async def look(origin: Origin) -> Worker:
     """Ask a worker, but not for its tokenizer. Raises Unusable."""
-    async with _channel(origin, origin.authority, _UNLIMITED) as channel:
-        return await _worker(channel, with_tokenizer=False)
+    async with (await _door(origin)).channel(_UNLIMITED) as channel:
+        return await _worker(channel, origin, with_tokenizer=False)
 
 
-async def _worker(channel: grpc.aio.Channel, *, with_tokenizer: bool = True) -> Worker:
+async def _worker(channel: grpc.aio.Channel, origin: Origin, *, with_tokenizer: bool = True) -> Worker:
     vllm = vllm_rpc.VllmEngineStub(channel)
     sglang = sglang_rpc.SglangSchedulerStub(channel)
     asked = (("vllm", vllm, vllm_pb.GetModelInfoRequest()), ("sglang", sglang, sglang_pb.GetModelInfoRequest()))
@@ -145,7 +149,8 @@ async def _worker(channel: grpc.aio.Channel, *, with_tokenizer: bool = True) -> 
         try:
             info = await stub.GetModelInfo(request, timeout=CONNECT_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
-            told = f"{error.code().name}: {error.details()}"
+            cut = any(mark in (error.details() or "") for mark in _CUTS)
+            told = f"{error.code().name}: {error.details()}{origin.unwelcome(error) if cut else ''}"
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                 continue
             break

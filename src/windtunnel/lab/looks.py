@@ -3,20 +3,23 @@
 Lan and DeMets (1983) with their spending function of O'Brien and Fleming's type: almost nothing is spent early, and nearly all
 of alpha is left for the last look. The levels are those of a Brownian motion (Armitage, McPherson and Rowe 1969: what has not
 stopped is carried from look to look) and are applied to the p-values of the tests at hand, as Jennison and Turnbull (2000) do
-in their significance level approach. So the looks together are exact for large samples only; each test by itself is exact, and
-leans to the safe side.
+in their significance level approach. So the looks together are exact for large samples only. For small ones the tests at hand
+lean to the safe side, and there is no look before `LEAST_TRIALS`: `tests/lab/test_sequential.py` sums up and simulates that.
 """
 
 from collections.abc import Sequence
 from functools import lru_cache
 
+LEAST_TRIALS = 4
+"""Before a look: fewer trials, in each of which all requests share one fate, agree by chance in more than 1 of 100 runs."""
 _NODES = 80
 """Of the quadrature; 40 give the same levels to six digits."""
 
 
 def looks_at(trials: int, looks: int) -> tuple[int, ...]:
-    """After how many trials of each arm there is a look; the last is the end."""
-    return tuple(sorted({trials * look // looks for look in range(1, looks + 1)} - {0}))
+    """After how many trials of each arm there is a look; the last is the end, whatever its number."""
+    due = {trials * look // looks for look in range(1, looks + 1)}
+    return tuple(sorted(one for one in due if one >= LEAST_TRIALS or one == trials))
 
 
 def level_at(trials_done: int, trials: int, looks: int, alpha: float) -> float | None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from windtunnel.lab.client import Leave
+from windtunnel.lab.leave import Leave
 from windtunnel.lab.plan import Moment
 from windtunnel.lab.record import Ask, StreamRecord
 from windtunnel.lab.target import Target

@@ -156,6 +156,12 @@ METRICS_BYSTANDER = BystanderKind("metrics", path="/metrics")
 COMPLETION_BYSTANDER = BystanderKind("completion", shape=Shape(max_tokens=8, stream=False))
 
 
+def usual_bystanders(api: Api) -> tuple[BystanderKind, ...]:
+    """Of a storm that names none: they speak as it does, for a target may have no other API."""
+    short = BystanderKind(api.value, shape=Shape(api, max_tokens=8, stream=False))
+    return METRICS_BYSTANDER, COMPLETION_BYSTANDER if api is Api.COMPLETIONS else short
+
+
 @dataclass(frozen=True, slots=True)
 class Action:
     """What an operator does meanwhile: a request without a body, so long after each beginning of a phase."""
@@ -251,6 +257,11 @@ class StormPlan:
         """How many requests the storm sends, samples and probes aside."""
         attempts = self.victims * (1 + (self.retries if How.TIMEOUT_RETRY in self.how else 0))
         return (attempts + self.survivors + self.calm) * self.rounds + self.bystanders + self.later + self.drain
+
+    @property
+    def api(self) -> Api:
+        """Of what the storm asks by itself: probes and known pairs."""
+        return (self.victim if self.victims else self.later_shape if self.later else self.survivor).api
 
     @property
     def triggers(self) -> tuple[Trigger, ...]:

@@ -3,10 +3,10 @@
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
-from windtunnel.lab.client import Session
 from windtunnel.lab.connection import GRPC, Answer, ConnectionCut, MalformedResponse, fetch
 from windtunnel.lab.process_facts import process_facts
 from windtunnel.lab.record import Sample
+from windtunnel.lab.session import Session
 from windtunnel.lab.target import (
     METRICS_FLAG,
     UNKNOWN,
@@ -92,6 +92,9 @@ class Sampler:
             await self.sample()
             due = max(due + every_ns, self._session.now_ns())
             await asyncio.sleep((due - self._session.now_ns()) / 1e9)
+
+    def last_usable(self) -> Sample | None:
+        return next((sample for sample in reversed(self.samples) if sample.usable), None)
 
     async def sample(self) -> Sample:
         """One sample, taken and told to the listeners."""

@@ -10,27 +10,24 @@ import asyncio
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
-from statistics import median
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from windtunnel.core.units import MS, S
 from windtunnel.lab.arms import Stopped, running, unless_stopped
 from windtunnel.lab.connection import How
 from windtunnel.lab.experiment_file import Arm, Environment
-from windtunnel.lab.findings import Finding, find
+from windtunnel.lab.finding import Finding
+from windtunnel.lab.findings import find
 from windtunnel.lab.plan import COMPLETION_BYSTANDER, METRICS_BYSTANDER, Api, BystanderKind, Moment, Shape, StormPlan, Trigger
 from windtunnel.lab.sampler import ScrapeError, scrape
-from windtunnel.lab.stats import clopper_pearson
 from windtunnel.lab.storm import run_storm
 from windtunnel.lab.target import Target, TargetError, find_context, find_model, make_target
 
-GOAL_RATE = 0.95
 CLEAN = "clean"
 SERVE = "{python} -m windtunnel serve --engine vllm --model windtunnel --ttft 10ms --itl 4ms"
 COMMAND = f"{SERVE} --port {{port}}"
@@ -38,7 +35,6 @@ FRONT = "{python} -m windtunnel.lab.proxy --port {port} --upstream-port {port2}"
 WORKER = f"-- {SERVE} --port {{port2}}"
 LONG_PROMPT_SHARE = 0.7
 """Of the context that the server advertises: such a prompt must be served."""
-REPORT_LIMIT = 50
 
 _QUICK = StormPlan(
     victims=8,
@@ -336,68 +332,3 @@ def _bytecode(scratch: Path) -> dict[str, str]:
     if not sys.dont_write_bytecode:
         return {}
     return {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(scratch / "bytecode")}
-
-
-def selftest_document(runs: Sequence[Run], planned: int, *, one_state: bool = True) -> dict[str, Any]:
-    """Rates with exact 95 % intervals, and what was found for each fault. `named_right` counts towards the detection rate.
-
-    With fewer runs than planned, or with runs of more than one state of the code, it is incomplete and the goal is not met.
-    """
-    faulty = [run for run in runs if run.case is not None]
-    clean = [run for run in runs if run.case is None]
-    by_fault: dict[str, list[Run]] = {}
-    for run in faulty:
-        assert run.case is not None
-        by_fault.setdefault(run.case.fault, []).append(run)
-    faults = {name: _fault_document(group) for name, group in sorted(by_fault.items())}
-    named = sum(one["named_right"] for one in faults.values())
-    alarms = [run for run in clean if run.seen or run.unusable]
-    complete = one_state and len(runs) == planned
-    named_all = all(one["named_right"] >= GOAL_RATE * one["runs"] for one in faults.values())
-    return {
-        "complete": complete,
-        "planned": planned,
-        "one_state": one_state,
-        "detection_rate": named / len(faulty) if faulty else None,
-        "detection_ci95": _interval(named, len(faulty)),
-        "false_alarm_rate": len(alarms) / len(clean) if clean else None,
-        "false_alarm_ci95": _interval(len(alarms), len(clean)),
-        "faulty_runs": len(faulty),
-        "clean_runs": len(clean),
-        "by_fault": faults,
-        "false_alarms": [_alarm_document(run) for run in alarms[:REPORT_LIMIT]],
-        "battery": [name for battery in (BATTERY, *PAIR_BATTERIES.values()) for name, _ in battery],
-        "goal_met": complete and named_all and not alarms,
-    }
-
-
-def _fault_document(group: Sequence[Run]) -> dict[str, Any]:
-    case = group[0].case
-    assert case is not None
-    times = [seconds for run in group if (seconds := run.seconds_to(case.finding)) is not None]
-    others = Counter(name for run in group for name in run.names if name != case.finding)
-    return {
-        "finding": case.finding,
-        "runs": len(group),
-        "found": sum(bool(run.seen) for run in group),
-        "named_right": len(times),
-        "seconds": round(median(times), 3) if times else None,
-        "seconds_max": round(max(times), 3) if times else None,
-        "also_named": dict(others),
-        "consequences": dict(Counter(name for run in group for name in run.consequences)),
-        "missed_seeds": [run.seed for run in group if case.finding not in run.names],
-    }
-
-
-def _alarm_document(run: Run) -> dict[str, Any]:
-    return {
-        "seed": run.seed,
-        "unusable": run.unusable,
-        "findings": [
-            {"name": one.finding.name, "storm": one.storm, "evidence": list(one.finding.evidence[:3])} for one in run.seen
-        ],
-    }
-
-
-def _interval(hits: int, total: int) -> Mapping[str, float] | None:
-    return clopper_pearson(hits, total)._asdict() if total else None

@@ -2,18 +2,21 @@
 
 A self-test that was stopped goes on from such a file. Its runs belong to one state of the code, one seed and one set of
 defects: a file with another head is refused. A last line without an end was being written when the process died; it is cut off.
+One process at a time has the file: it is locked (flock) until it is closed, or its process has ended however it did.
 """
 
+import fcntl
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
 import windtunnel
-from windtunnel.lab.findings import Finding, Severity
+from windtunnel.lab.finding import Finding, Severity
 from windtunnel.lab.selftest import Case, Run, Seen, Turn
 
 FORMAT = 1
@@ -40,43 +43,37 @@ def code_state() -> str:
 
 
 class RunLog:
-    """Owns the file of one self-test; `done` has the runs that were in it."""
+    """Owns the file of one self-test, open and locked until `close`; `done` has the runs that were in it."""
 
-    def __init__(self, path: Path, done: Mapping[Turn, Run]) -> None:
-        self.path = path
+    def __init__(self, file: TextIO, done: Mapping[Turn, Run]) -> None:
+        self._file = file
         self.done = done
 
     @classmethod
     def begin(cls, path: Path, head: Mapping[str, Any]) -> Self:
         """A new file. Raises LogError for one that is there already."""
         try:
-            with path.open("x", encoding="utf-8") as out:
-                out.write(json.dumps(head) + "\n")
+            file = path.open("x", encoding="utf-8")
         except FileExistsError:
             raise LogError(
                 f"{path} holds the runs of a self-test already: go on with --resume, or name another folder"
             ) from None
-        return cls(path, {})
+        with _closed_unless_kept(file):
+            _lock(file, path)
+            _write(file, head)
+        return cls(file, {})
 
     @classmethod
     def go_on(cls, path: Path, head: Mapping[str, Any], cases: Sequence[Case]) -> Self:
-        """A file that was begun. Raises LogError where its head differs, or a line is none of its own."""
+        """A file that was begun. Raises LogError where its head differs, a line is none of its own, or another has it open."""
         try:
-            text = path.read_text("utf-8")
+            file = path.open("r+", encoding="utf-8", newline="")
         except OSError as error:
             raise LogError(f"--resume: {path}: {error.strerror}") from None
-        except UnicodeDecodeError as error:
-            raise LogError(f"--resume: {path} is damaged: {error}") from None
-        whole, _, rest = text.rpartition("\n")
-        lines = whole.split("\n")
-        _check_head(path, lines[0], head)
-        try:
-            done = dict(_read(lines[1:], {case.fault: case for case in cases}))
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise LogError(f"{path}: a line is not one of a self-test's runs: {error!r}") from None
-        if rest:
-            os.truncate(path, len(f"{whole}\n".encode()))
-        return cls(path, done)
+        with _closed_unless_kept(file):
+            _lock(file, path)
+            done = _done(file, path, head, cases)
+        return cls(file, done)
 
     def add(self, turn: Turn, run: Run) -> None:
         line = {
@@ -87,8 +84,52 @@ class RunLog:
             "unusable": run.unusable,
             "seen": [{**asdict(one.finding), "storm": one.storm, "seconds": round(one.seconds, 3)} for one in run.seen],
         }
-        with self.path.open("a", encoding="utf-8") as out:
-            out.write(json.dumps(line, default=lambda one: one.value) + "\n")
+        _write(self._file, line)
+
+    def close(self) -> None:
+        """Others may go on with the file."""
+        self._file.close()
+
+
+@contextmanager
+def _closed_unless_kept(file: TextIO) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        file.close()
+        raise
+
+
+def _lock(file: TextIO, path: Path) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise LogError(f"another self-test is at work in {path.parent}: wait for its end, or name another folder") from None
+
+
+def _write(file: TextIO, line: Mapping[str, Any]) -> None:
+    """At once: what has ended is in the file, however this process ends."""
+    file.write(json.dumps(line, default=lambda one: one.value) + "\n")
+    file.flush()
+
+
+def _done(file: TextIO, path: Path, head: Mapping[str, Any], cases: Sequence[Case]) -> dict[Turn, Run]:
+    """The file's runs; what comes next is written after the last whole line."""
+    try:
+        text = file.read()
+    except UnicodeDecodeError as error:
+        raise LogError(f"--resume: {path} is damaged: {error}") from None
+    whole = text[: text.rfind("\n") + 1]
+    first, *lines = whole.removesuffix("\n").split("\n")
+    _check_head(path, first, head)
+    try:
+        done = dict(_read(lines, {case.fault: case for case in cases}))
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise LogError(f"{path}: a line is not one of a self-test's runs: {error!r}") from None
+    file.seek(0)
+    file.truncate(len(whole.encode()))
+    file.seek(0, os.SEEK_END)
+    return done
 
 
 def _check_head(path: Path, line: str, head: Mapping[str, Any]) -> None:

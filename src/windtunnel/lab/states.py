@@ -16,11 +16,11 @@ from typing import Any
 from windtunnel.core import oracle
 from windtunnel.core.units import MS
 from windtunnel.lab.asks import ID_PREFIX
-from windtunnel.lab.client import Session
 from windtunnel.lab.connection import ConnectionCut, MalformedResponse, Origin, fetch
 from windtunnel.lab.plan import Moment
 from windtunnel.lab.record import Ask, Sample
 from windtunnel.lab.sampler import Sampler
+from windtunnel.lab.session import Session
 
 POLL_NS = 4 * MS
 DEBUG_PATH = "/debug/requests"

@@ -45,10 +45,10 @@ def clopper_pearson(successes: int, total: int, confidence: float = 0.95) -> Int
 
 def wilson(successes: int, total: int, confidence: float = 0.95) -> Interval:
     """The score interval of a rate."""
-    from scipy.stats import norm
+    from scipy.special import ndtri
 
     _check_counts(successes, total)
-    z = float(norm.ppf((1 + confidence) / 2))
+    z = float(ndtri((1 + confidence) / 2))
     rate, square = successes / total, z * z
     centre = (rate + square / (2 * total)) / (1 + square / total)
     half = z * math.sqrt(rate * (1 - rate) / total + square / (4 * total * total)) / (1 + square / total)
@@ -74,31 +74,47 @@ def compare_clustered(
 ) -> Comparison:
     """Two lists of (successes, total), one for each trial: what happens within a trial is not independent.
 
-    Each arm's counts are divided by its design effect, which the spread between its trials tells (Rao and Scott 1992), and then
-    compared as `compare_rates` does. A single trial is one unit. Raises ValueError for an arm without a request.
+    Both arms' counts are divided by one design effect, the larger of what the spreads between their trials tell (Rao and Scott
+    1992), and then compared as `compare_rates` does: an arm whose few trials happen to agree does not show that requests are
+    independent. A single trial is one unit. Raises ValueError for an arm without a request.
     """
-    effective = []
-    for trials in (control, treatment):
-        hits, total = sum(one for one, _ in trials), sum(all_ for _, all_ in trials)
+    sums = [(sum(hits for hits, _ in trials), sum(count for _, count in trials)) for trials in (control, treatment)]
+    for hits, total in sums:
         _check_counts(hits, total)
-        units = max(1, round(total / _design_effect(trials, hits / total)))
+    effect = _design_effect(control, treatment)
+    effective = []
+    for (hits, total), trials in zip(sums, (control, treatment), strict=True):
+        units = 1 if len(trials) < 2 else max(1, round(total / effect))
         effective.append((round(hits / total * units), units))
     compared = compare_rates(effective[0], effective[1], confidence)
-    rates = [sum(one for one, _ in trials) / sum(all_ for _, all_ in trials) for trials in (control, treatment)]
+    rates = [hits / total for hits, total in sums]
     test = f"{compared.test}; {effective[0][1]} and {effective[1][1]} units (design effect of trials)"
     return compared._replace(control=rates[0], treatment=rates[1], difference=rates[0] - rates[1], test=test)
 
 
-def _design_effect(trials: Sequence[tuple[int, int]], rate: float) -> float:
-    """How much wider rates spread between trials than independent requests would; at least 1."""
-    total = sum(count for _, count in trials)
-    if len(trials) < 2:
-        return float(total)
-    independent = rate * (1 - rate) / total
-    if independent == 0:
+def _design_effect(*arms: Sequence[tuple[int, int]]) -> float:
+    """How much wider rates spread between the trials of an arm than independent requests would; at least 1.
+
+    What is beyond 1 is made larger by what Student's distribution has over the normal one: few trials tell it badly.
+    """
+    from scipy.special import ndtri, stdtrit
+
+    beyond = max(_spread(trials) for trials in arms) - 1
+    degrees = sum(len(trials) - 1 for trials in arms)
+    if beyond <= 0 or not degrees:
         return 1.0
-    spread = sum((hits - rate * count) ** 2 for hits, count in trials) / total**2
-    return max(1.0, len(trials) / (len(trials) - 1) * spread / independent)
+    return 1 + beyond * float(stdtrit(degrees, 0.975) / ndtri(0.975)) ** 2
+
+
+def _spread(trials: Sequence[tuple[int, int]]) -> float:
+    """The variance of one arm's rate by its trials, over what it is when requests are independent."""
+    total = sum(count for _, count in trials)
+    rate = sum(hits for hits, _ in trials) / total
+    independent = rate * (1 - rate) / total
+    if len(trials) < 2 or independent == 0:
+        return 1.0
+    spread = sum((some - rate * count) ** 2 for some, count in trials) / total**2
+    return len(trials) / (len(trials) - 1) * spread / independent
 
 
 def compare_means(control: Sequence[float], treatment: Sequence[float], confidence: float = 0.95, seed: int = 0) -> Comparison:

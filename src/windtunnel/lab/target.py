@@ -429,8 +429,6 @@ def make_target(
 ) -> Target:
     """A target from what a person types; without metrics URLs it is the base's own `/metrics`. Raises ValueError."""
     origin = replace(parse_origin(url), trust=trust)
-    if trust.insecure and origin.scheme in GRPC:
-        raise ValueError("insecure: gRPC's library verifies every server; name the worker's own certificate as ca")
     root = plain_origin(replace(origin, prefix=origin.prefix.removesuffix("/v1")))
     metrics = tuple(_trusted(parse_metrics_url(one), origin) for one in metrics_urls) or (MetricsUrl(root, named=False),)
     return Target(origin, model, dict(headers or {}), metrics, tuple(watch))

@@ -25,11 +25,24 @@ class Trust:
             context.load_cert_chain(self.client_cert, self.client_key, password=lambda: "")
         return context
 
+    def pinned(self, pem: str) -> ssl.SSLContext:
+        """Takes the server that has this very certificate, by whatever name."""
+        context = replace(self, ca=None, insecure=True).context()
+        context.verify_mode, context.verify_flags = ssl.CERT_REQUIRED, ssl.VERIFY_X509_PARTIAL_CHAIN
+        context.load_verify_locations(cadata=pem)
+        return context
+
     def grpc_files(self) -> tuple[bytes | None, bytes | None, bytes | None]:
         """Root certificates, private key and certificate chain, as gRPC's credentials take them."""
         paths = (self.ca, self.client_key or self.client_cert, self.client_cert)
         root, key, chain = (Path(path).read_bytes() if path else None for path in paths)
         return root, key, chain
+
+    @property
+    def missing(self) -> str:
+        """What to try when a server ends a connection before it answers; nothing where a certificate was shown."""
+        hint = "; does it want a certificate of its clients? (--client-cert, in an experiment file tls.client_cert)"
+        return "" if self.client_cert else hint
 
     def for_others(self) -> "Trust":
         """As towards hosts that are not the target's: they do not get to know who comes."""

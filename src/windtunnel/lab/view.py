@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from windtunnel.core.units import MS
-from windtunnel.lab.findings import Finding, find
+from windtunnel.lab.finding import Finding
+from windtunnel.lab.findings import find
 from windtunnel.lab.record import LostClient, StormResult
 
 VIEW_EVERY_NS = 200 * MS

@@ -12,7 +12,7 @@ from typing import Protocol
 from windtunnel.core.engine import Engine
 from windtunnel.core.fronted import FrontedEngine
 from windtunnel.core.outputs import Refusal, StepOutput, TokenOutput
-from windtunnel.core.pacing import Draws, Pacing
+from windtunnel.core.pacing import Draws, Pacing, is_instant
 from windtunnel.core.profile import ProfilePacing
 from windtunnel.core.request import EngineRequest
 from windtunnel.core.units import MS
@@ -69,6 +69,7 @@ class EngineDriver:
         self._observers = tuple(observers)
         self._listeners: dict[str, Listener] = {}
         self._alarm = make_alarm(loop, self._run)
+        self._instant = False
         self._soon = False
         self._at: int | None = None
         self._turn_ended_ns = 0
@@ -84,6 +85,7 @@ class EngineDriver:
     def front(self, pacing: Pacing, draws: Draws) -> None:
         """Put the engine behind the front end of its `pacing`, if that has one. What an earlier one holds goes on at once."""
         now, earlier = now_ns(), self._machine
+        self._instant = is_instant(pacing)
         self._machine = FrontedEngine(self.engine, pacing, draws) if isinstance(pacing, ProfilePacing) else self.engine
         if isinstance(earlier, FrontedEngine):
             self._show(StepOutput(now, earlier.let_go(now)), now)
@@ -141,7 +143,10 @@ class EngineDriver:
         self._alarm.close()
 
     def _run(self) -> None:
-        """One turn: everything that is due. An engine that is as fast as possible is always due, so a turn has a limit."""
+        """One turn: what is due at this instant. Whatever falls due meanwhile waits, as the frames of a turn wait for its end.
+
+        An engine that is as fast as possible is late for nobody: there several steps share a turn, and a write.
+        """
         self._soon = False
         self._at = None
         if self._closed:
@@ -150,7 +155,8 @@ class EngineDriver:
         try:
             tokens, until_ns = 0, now_ns() + _TURN_NS
             while tokens < _TOKENS_PER_TURN and self._is_due(until_ns):
-                tokens += self._advance()
+                made = self._advance()
+                tokens += made if made and self._instant else _TOKENS_PER_TURN
         finally:
             self._cork.release()
         self._turn_ended_ns = now_ns()
@@ -161,9 +167,9 @@ class EngineDriver:
         return at_ns is not None and at_ns <= now_ns() <= until_ns
 
     def _advance(self) -> int:
-        """Run the engine once; the number of outputs, and at least 1."""
+        """Run the engine once; the number of outputs."""
         self._run_ns = started_ns = now_ns()
-        outputs = 1
+        outputs = 0
         for step in self._machine.advance(started_ns):
             self._show(step, started_ns)
             outputs += len(step.outputs)

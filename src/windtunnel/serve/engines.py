@@ -12,7 +12,8 @@ from windtunnel.core.tokenizer import Tokenizer
 from windtunnel.core.vllm.config import VllmEngineConfig
 from windtunnel.core.vllm.connector.config import CONNECTORS
 from windtunnel.serve.config import PacingConfig, ServeConfig
-from windtunnel.wire.vllm.metrics import VllmMetrics, cache_config_labels
+from windtunnel.wire.vllm.cache_config import cache_config_labels
+from windtunnel.wire.vllm.metrics import VllmMetrics
 
 
 def engine_config(config: ServeConfig, tokenizer: Tokenizer) -> VllmEngineConfig:

@@ -7,11 +7,11 @@ import random
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from windtunnel.core.kv.hashing import BlockHasher
 from windtunnel.core.pacing import Pacing
 from windtunnel.core.tokenizer import Tokenizer
 from windtunnel.serve.asgi import Endpoint
 from windtunnel.serve.config import ServeConfig
+from windtunnel.serve.planning import PrefixReader
 from windtunnel.serve.ranks import Placer
 from windtunnel.serve.seams import Seams
 from windtunnel.wire.env import ServerEnv
@@ -52,8 +52,8 @@ class Flavour(Protocol):
 
     def dead(self, engine: Any) -> bool: ...
 
-    def hasher(self, engine: Any) -> BlockHasher | None:
-        """What hashes the blocks of a long prompt beforehand, where the engine takes such hashes."""
+    def prefix_reader(self, engine: Any) -> PrefixReader | None:
+        """What hashes and matches the blocks of a long prompt beforehand, where the engine takes that."""
         ...
 
     def metrics(self, config: ServeConfig, engine_config: Any) -> Any: ...

@@ -5,7 +5,7 @@ The handler owns the request and the response until the head is sent. After that
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ from windtunnel.serve.http11 import LINE, ClientLine
 from windtunnel.serve.jobs import Job
 from windtunnel.serve.orca import ASKED as ORCA
 from windtunnel.serve.orca import Header, load_header
-from windtunnel.serve.planning import OFF_LOOP_BYTES, prepare
+from windtunnel.serve.planning import OFF_LOOP_BYTES
 from windtunnel.serve.seams import Abort, WriteFailed
 from windtunnel.serve.streams import Answer, CollectedAnswer, StreamedAnswer
 from windtunnel.wire.family import Family, Generation, Usage, WireError
@@ -74,7 +74,7 @@ class GenerateRoute:
             self._check_choices(generation)
         except WireError as error:
             if error.kind not in _BEFORE_THE_HANDLER:
-                self._refused(kv_transfer_of(body))
+                self._refused(await self._server.planner.run(len(body), partial(kv_transfer_of, body)))
             raise
         return self._server.recorded.attach(generation, body) if self._server.recorded else generation
 
@@ -101,7 +101,7 @@ class GenerateRoute:
         if error is not None:
             self._refused(generation.kv_transfer)
         else:
-            job = self._server.jobs.start(generation, answer, choices, arrival_ns)
+            job = self._submit(generation, answer, choices, arrival_ns)
             if isinstance(job, Refusal):
                 self._refused(generation.kv_transfer)
                 error = refused(job)
@@ -115,6 +115,9 @@ class GenerateRoute:
         else:
             body = self._family.body(generation, answer.results(), answer.usage)
             await send_bytes(send, 200, body, headers=self._load_report(generation, scope))
+
+    def _submit(self, generation: Generation, answer: Answer, choices: Sequence[ChoiceState], arrival_ns: int) -> Job | Refusal:
+        return self._server.jobs.start(generation, answer, choices, arrival_ns)
 
     def _load_report(self, generation: Generation, scope: Scope) -> list[Header]:
         return load_header(header_of(scope, ORCA), generation.family, self._server.metrics.store)
@@ -130,7 +133,7 @@ class GenerateRoute:
         answer.wants_metrics = self._wants_metrics(choices)
         job: Job | Refusal | None = None
         if len(choices) == 1 and generation.late_error is None:
-            job = self._server.jobs.start(generation, answer, choices, arrival_ns)
+            job = self._submit(generation, answer, choices, arrival_ns)
             if isinstance(job, Refusal) and job.reason not in _LATE_REFUSALS:
                 self._refused(generation.kv_transfer)
                 await send_bytes(send, job.status, self._family.error_body(refused(job)))
@@ -141,7 +144,7 @@ class GenerateRoute:
         if generation.late_error is not None:
             answer.fail(generation.late_error)
         elif job is None:
-            job = self._server.jobs.start(generation, answer, choices, arrival_ns)
+            job = self._submit(generation, answer, choices, arrival_ns)
         if isinstance(job, Refusal):
             answer.fail(refused(job))
         if isinstance(job, Job):
@@ -186,12 +189,12 @@ class GenerateRoute:
         return self._server.config.enable_per_request_metrics and len(choices) == 1
 
     def _choices(self, generation: Generation, *, keep: bool) -> list[ChoiceState]:
-        sampling, tokenizer = generation.sampling, self._server.env.tokenizer
+        sampling, tokenizer, interval = generation.sampling, self._server.env.tokenizer, generation.stream_interval
         return [
             ChoiceState(
-                child + prompt * sampling.n, prompt, sampling, tokenizer, keep=keep, stream_interval=generation.stream_interval
+                child + at * sampling.n, at, sampling, tokenizer, keep=keep, stream_interval=interval, after=prompt.token_ids
             )
-            for prompt in range(len(generation.prompts))
+            for at, prompt in enumerate(generation.prompts)
             for child in range(sampling.n)
         ]
 
@@ -206,9 +209,8 @@ async def planned(server: "Server", size_bytes: int, plan: Callable[[], Generati
     """What `plan` makes of a request. A large one is planned on another thread, with all that is long for a long prompt."""
     if size_bytes < OFF_LOOP_BYTES:
         return plan()
-    hasher = server.flavour.hasher(server.engine) if server.config.scheduler.enable_prefix_caching else None
-    identity = server.sources.identity
-    return await server.planner.run(size_bytes, lambda: prepare(plan(), hasher, identity))
+    prepared = server.preparing()
+    return await server.planner.run(size_bytes, lambda: prepared(plan()))
 
 
 class End:

@@ -12,9 +12,8 @@ from windtunnel.core.outputs import Refusal
 from windtunnel.serve.clock import now_ns
 from windtunnel.serve.failures import RETURN_ERROR
 from windtunnel.serve.fetched import FetchedAnswer
-from windtunnel.serve.generate import Departure, End, refused
+from windtunnel.serve.generate import Departure, End, planned, refused
 from windtunnel.serve.jobs import Job
-from windtunnel.serve.planning import OFF_LOOP_BYTES, prepare
 from windtunnel.serve.seams import log_disconnect
 from windtunnel.serve.streams import Answer, CollectedAnswer
 from windtunnel.wire.family import ChoiceResult, Delta, Generation, Usage, WireError
@@ -59,7 +58,7 @@ async def generate(
     arrival_ns = now_ns()
     inject_failure(server, call)
     try:
-        generation = await planned(server, request, plan)
+        generation = await planned(server, request.ByteSize(), plan)
     except WireError:
         _tell_refused(server, kv_transfer())
         raise
@@ -70,20 +69,6 @@ async def generate(
         await (_stream if generation.stream else _whole)(server, generation, arrival_ns, call, make(generation.spec))
     finally:
         server.load -= 1
-
-
-async def planned(server: "Server", request: Any, plan: Callable[[], Generation]) -> Generation:
-    """A large message is read on another thread, which then does everything that is long for a long prompt."""
-    size_bytes = request.ByteSize()
-
-    def read() -> Generation:
-        generation = plan()
-        if size_bytes < OFF_LOOP_BYTES:
-            return generation
-        hasher = server.flavour.hasher(server.engine) if server.config.scheduler.enable_prefix_caching else None
-        return prepare(generation, hasher, server.sources.identity)
-
-    return await server.planner.run(size_bytes, read)
 
 
 def inject_failure(server: "Server", call: Any) -> None:
@@ -196,9 +181,9 @@ def _tell_refused(server: "Server", kv_transfer: object) -> None:
 
 
 def _choices(server: "Server", generation: Generation, *, keep: bool) -> list[ChoiceState]:
-    interval, tokenizer = generation.stream_interval, server.env.tokenizer
+    interval, tokenizer, prompt = generation.stream_interval, server.env.tokenizer, generation.prompts[0].token_ids
     return [
-        ChoiceState(child, 0, generation.sampling, tokenizer, keep=keep, stream_interval=interval)
+        ChoiceState(child, 0, generation.sampling, tokenizer, keep=keep, stream_interval=interval, after=prompt)
         for child in range(generation.sampling.n)
     ]
 

@@ -16,6 +16,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from windtunnel.serve import grpc_calls as calls
 from windtunnel.serve.clock import now_ns
+from windtunnel.serve.generate import planned
 from windtunnel.serve.grpc_events import EventFeed
 from windtunnel.serve.grpc_front import Method
 from windtunnel.serve.loads import LoadObserver
@@ -66,7 +67,7 @@ async def _embed(server: "Server", request: pb.EmbedRequest, call: Any) -> pb.Em
         raise WireError("This model makes no embeddings: start the server with --runner pooling --convert embed")
     arrival_ns = now_ns()
     calls.inject_failure(server, call)
-    generation = await calls.planned(server, request, partial(wire.plan_embedding, request, server.env))
+    generation = await planned(server, request.ByteSize(), partial(wire.plan_embedding, request, server.env))
     await calls.collected(server, generation, arrival_ns)
     return wire.embedding(generation)
 

@@ -266,6 +266,7 @@ class Jobs:
                     data_parallel_rank=generation.data_parallel_rank,
                     session_id=generation.session_id,
                     prompt_hashes=prompt.block_hashes,
+                    prompt_blocks=prompt.blocks,
                     report_cached_blocks=_reports_cached_blocks(generation),
                     kv_transfer=generation.kv_transfer,
                     bootstrap=generation.bootstrap[prompt_index * sampling.n + child] if generation.bootstrap else None,

@@ -7,9 +7,9 @@ call that the worker is in returns. So whatever is long must be many short calls
 
 import asyncio
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from windtunnel.core.kv.hashing import BlockHasher
@@ -48,20 +48,29 @@ class Planner:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-def prepare(generation: Generation, hasher: BlockHasher | None, identity: Callable[[PromptPlan], int]) -> Generation:
-    """The same generation, its prompts with block hashes (unless `hasher` is None) and identities."""
+@dataclass(frozen=True, slots=True)
+class PrefixReader:
+    """What an engine lets others do beforehand for its prefix cache, on any thread."""
+
+    hasher: BlockHasher
+    foresee: Callable[[list[bytes]], Sequence[int]]
+    """`VllmEngine.foresee`. With several ranks that of one: for another it is a hint that does not hold."""
+
+
+def prepare(generation: Generation, prefix: PrefixReader | None, identity: Callable[[PromptPlan], int]) -> Generation:
+    """The same generation; its prompts with identities and, unless `prefix` is None, with block hashes and what is cached."""
     prompts = tuple(
-        replace(prompt, block_hashes=_hashes(prompt, generation, hasher), identity=identity(prompt))
+        replace(_matched(prompt, generation, prefix) if prefix else prompt, identity=identity(prompt))
         for prompt in generation.prompts
     )
     return replace(generation, prompts=prompts)
 
 
-def _hashes(prompt: PromptPlan, generation: Generation, hasher: BlockHasher | None) -> list[bytes]:
-    if hasher is None:
-        return []
-    return hasher.prompt_hashes(
+def _matched(prompt: PromptPlan, generation: Generation, prefix: PrefixReader) -> PromptPlan:
+    hashes = prefix.hasher.prompt_hashes(
         EngineRequest(
             "", prompt.token_ids, _NOTHING, 1, 0, lora=generation.lora, cache_salt=generation.cache_salt, media=prompt.media
         )
     )
+    blocks = prefix.foresee(hashes)
+    return replace(prompt, block_hashes=hashes, blocks=blocks)

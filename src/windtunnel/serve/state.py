@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from windtunnel.serve.http11 import Cork
 from windtunnel.serve.jobs import Jobs
 from windtunnel.serve.keepalive import keep_alive
 from windtunnel.serve.operator import OperatorState
-from windtunnel.serve.planning import Planner
+from windtunnel.serve.planning import Planner, prepare
 from windtunnel.serve.ranks import Ranks
 from windtunnel.serve.seams import Seams, load
 from windtunnel.serve.shared_port import GrpcRelay
@@ -32,7 +33,7 @@ from windtunnel.serve.sources import SourceMaker
 from windtunnel.serve.stored import BackgroundRuns, StoredResponses
 from windtunnel.serve.streams import StreamedAnswer
 from windtunnel.wire.env import ResponseStore, ServerEnv
-from windtunnel.wire.family import WireError
+from windtunnel.wire.family import Generation, WireError
 from windtunnel.wire.http import body_too_large
 from windtunnel.wire.recorded import RecordedPlayer, RecordedResponses, read_lines
 
@@ -126,6 +127,11 @@ class Server:
             raise body_too_large(limits.body_bytes) from None
         except asgi.BodyTimeout:
             raise WireError("The request body did not arrive in time.", 408, "RequestTimeout") from None
+
+    def preparing(self) -> Callable[[Generation], Generation]:
+        """`prepare` for this server as it stands at this moment: for the planner's thread."""
+        prefix = self.flavour.prefix_reader(self.engine) if self.config.scheduler.enable_prefix_caching else None
+        return partial(prepare, prefix=prefix, identity=self.sources.identity)
 
     def unread(self, receive: asgi.Receive) -> asgi.Unread:
         return asgi.Unread(receive, self.config.limits.body_bytes)

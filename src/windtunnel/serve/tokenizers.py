@@ -20,6 +20,8 @@ from windtunnel.core.tokenizer import AS_USUAL, TemplateOptions, Tokenizer
 from windtunnel.core.words import WORDS
 
 _MARK = "continue-here-4f1c9a"
+_LONG_CHARS = 4096
+_NO_CHARACTER = "\ufffd"
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -79,7 +81,12 @@ class FolderTokenizer:
         ]
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        ids: list[int] = self._inner.encode(text, add_special_tokens=add_special_tokens).ids
+        """A long text is a batch of its own: the library lets other threads run while it encodes a batch, and only then."""
+        if len(text) > _LONG_CHARS:
+            (encoded,) = self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        else:
+            encoded = self._inner.encode(text, add_special_tokens=add_special_tokens)
+        ids: list[int] = encoded.ids
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -89,8 +96,9 @@ class FolderTokenizer:
     def token_string(self, token_id: int) -> str:
         return self._inner.id_to_token(token_id) or ""
 
-    def detokenizer(self, *, skip_special_tokens: bool = True) -> "FolderDetokenizer":
-        return FolderDetokenizer(self._inner, skip_special_tokens)
+    def detokenizer(self, *, skip_special_tokens: bool = True, after: Sequence[int] = ()) -> "FolderDetokenizer":
+        known = [token for token in after if token < self.vocab_size]
+        return FolderDetokenizer(self._inner, skip_special_tokens, known)
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], options: TemplateOptions = AS_USUAL) -> str:
         """The rendered prompt. Raises ValueError with the template's own message."""
@@ -110,17 +118,25 @@ class FolderTokenizer:
 
 
 class FolderDetokenizer:
-    """Mutable state of one sequence: the library's incremental decoder."""
+    """Mutable state of one sequence: the library's incremental decoder. It has read the end of the prompt, as in vLLM 0.33."""
 
-    def __init__(self, inner: tokenizers.Tokenizer, skip_special_tokens: bool) -> None:
+    def __init__(self, inner: tokenizers.Tokenizer, skip_special_tokens: bool, after: Sequence[int]) -> None:
         self._inner = inner
         self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
+        for token in _whole_characters(inner, after):
+            self._stream.step(inner, token)
 
     def push(self, token_ids: Iterable[int]) -> str:
         return "".join(self._stream.step(self._inner, token) or "" for token in token_ids)
 
     def flush(self) -> str:
         return ""
+
+
+def _whole_characters(inner: tokenizers.Tokenizer, token_ids: Sequence[int]) -> Sequence[int]:
+    """The longest end that begins with a character: bytes whose first one is missing would be said with the answer."""
+    ends = (token_ids[start:] for start in range(len(token_ids)))
+    return next((end for end in ends if _NO_CHARACTER not in inner.decode(list(end), skip_special_tokens=False)), ())
 
 
 def _content(value: Any) -> str | None:

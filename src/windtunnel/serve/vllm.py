@@ -6,7 +6,6 @@ from typing import Any
 
 from starlette.middleware.cors import CORSMiddleware
 
-from windtunnel.core.kv.hashing import BlockHasher
 from windtunnel.core.pacing import Pacing
 from windtunnel.core.tokenizer import Tokenizer
 from windtunnel.core.vllm.config import VllmEngineConfig
@@ -18,6 +17,7 @@ from windtunnel.serve.engines import engine_config, make_metrics
 from windtunnel.serve.generate import GenerateRoute
 from windtunnel.serve.middleware import ApiKeys, HttpMetrics
 from windtunnel.serve.operations.endpoint import Row
+from windtunnel.serve.planning import PrefixReader
 from windtunnel.serve.ranks import Balancer, Placer
 from windtunnel.serve.responses import ResponsesRoute
 from windtunnel.serve.state import Server
@@ -50,8 +50,8 @@ class VllmFlavour:
     def dead(self, engine: VllmEngine) -> bool:
         return engine.control.death is not None
 
-    def hasher(self, engine: VllmEngine) -> BlockHasher:
-        return engine.hasher
+    def prefix_reader(self, engine: VllmEngine) -> PrefixReader:
+        return PrefixReader(engine.hasher, engine.foresee)
 
     def metrics(self, config: ServeConfig, engine_config: VllmEngineConfig) -> VllmMetrics:
         return make_metrics(config, engine_config)

@@ -9,13 +9,15 @@ from typing import Any
 
 from windtunnel.core.engine import Engine
 from windtunnel.core.units import S
+from windtunnel.core.vllm.connector.config import MOONCAKE
 from windtunnel.sim import faults
 from windtunnel.sim.calls import Call
 from windtunnel.sim.clients import Clients
-from windtunnel.sim.engines import Build, kind_of, make_pacing
+from windtunnel.sim.engines import Build, check_ranks, connector_of, kind_of, make_pacing
 from windtunnel.sim.fabric import Fabric
 from windtunnel.sim.kernel import Kernel
 from windtunnel.sim.kv_fabric import KvFabric
+from windtunnel.sim.mooncake import MooncakeRouter
 from windtunnel.sim.network import Network
 from windtunnel.sim.pairs import PairRouter
 from windtunnel.sim.policies import NEED_KV_EVENTS, PolicyContext, load_pair_policy, load_policy
@@ -74,6 +76,7 @@ class Cluster:
         if len(kinds) > 1:
             raise ScenarioError(f"engines: prefill and decode are {', '.join(sorted(kinds))}: must be of one kind")
         if kinds == {"vllm"}:
+            check_ranks(self.specs)
             return KvFabric(self.kernel, network, self.specs)
         return Fabric(self.kernel, network, self.specs, self.scenario.duration)
 
@@ -86,7 +89,8 @@ class Cluster:
             return OneRouter(self.kernel, network, policy, roles)
         pairs = load_pair_policy(scenario.policy, scenario.policy_file, context, roles)
         if isinstance(self.fabric, KvFabric):
-            return SidecarRouter(self.kernel, network, pairs, roles, scenario.pd, self.fabric)
+            kind = MooncakeRouter if connector_of(self.specs) == MOONCAKE else SidecarRouter
+            return kind(self.kernel, network, pairs, roles, scenario.pd, self.fabric)
         return PairRouter(self.kernel, network, pairs, roles, scenario.pd, self.fabric)
 
     def _place(self, fault: FaultSpec, network: Network) -> faults.Place:

@@ -1,6 +1,6 @@
 """The kinds of engine a scenario may name, as one table. A kind is added by a row."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from random import Random
 from typing import Any, NamedTuple, TypeVar
@@ -16,16 +16,19 @@ from windtunnel.core.sglang.disagg.prefill import PrefillWorker
 from windtunnel.core.sglang.hashing import namespace_of, page_digest, seed_of
 from windtunnel.core.sglang.profiles import profile
 from windtunnel.core.transfer.backends import Fate, SimBackend, Write, always_ok
-from windtunnel.core.units import parse_duration_ns
+from windtunnel.core.units import S, parse_duration_ns
 from windtunnel.core.vllm import VllmEngine, VllmEngineConfig
-from windtunnel.core.vllm.connector.config import MOONCAKE, KvTransferConfig
+from windtunnel.core.vllm.connector.config import CONNECTORS, MOONCAKE, PULL, KvTransferConfig
 from windtunnel.core.vllm.connector.engine import ConnectorEngine
+from windtunnel.core.vllm.connector.peers import ranks_mismatch
 from windtunnel.core.vllm.connector.runs import RunConnectorEngine
 from windtunnel.core.vllm.runs import RunVllmEngine
 from windtunnel.sim.policies import PrefixHasher
 from windtunnel.sim.scenario import EnginesSpec, PacingSpec, ScenarioError
 from windtunnel.wire.sglang.metrics import SglangMetrics
-from windtunnel.wire.vllm.metrics import VllmMetrics, cache_config_labels
+from windtunnel.wire.vllm.cache_config import cache_config_labels
+from windtunnel.wire.vllm.kv_transfer import ABORT_TIMEOUT_S
+from windtunnel.wire.vllm.metrics import VllmMetrics
 
 
 class Build(NamedTuple):
@@ -141,11 +144,28 @@ def kv_config(spec: EnginesSpec, side_channel: str, engine_id: str) -> KvTransfe
     known = {field.name for field in fields(KvTransferConfig)} - _KV_ASSIGNED
     for name in sorted(spec.disagg.keys() - known):
         raise ScenarioError(f"engines.disagg: {name} is not one of {', '.join(sorted(known))}")
-    if spec.disagg.get("connector") == MOONCAKE:
-        raise ScenarioError(f"engines.disagg: connector {MOONCAKE} is not simulated: the router here speaks NIXL's protocol")
+    values = dict(spec.disagg)
+    if values.get("connector") == MOONCAKE:
+        values.setdefault("abort_timeout_ns", ABORT_TIMEOUT_S * S)
     host, _, port = side_channel.rpartition(":")
     fixed = {"engine_id": engine_id, "side_channel_host": host, "side_channel_port": int(port), "tp_size": spec.tp}
-    return _checked(KvTransferConfig, "disagg", spec.disagg, {**fixed, "role": _KV_ROLES[spec.role]})
+    return _checked(KvTransferConfig, "disagg", values, {**fixed, "role": _KV_ROLES[spec.role]})
+
+
+def connector_of(specs: Sequence[EnginesSpec]) -> str:
+    """The one that prefills and decodes share. Raises ScenarioError."""
+    names = sorted({str(spec.disagg.get("connector", PULL)) for spec in specs})
+    if len(names) > 1:
+        raise ScenarioError(f"engines.disagg: the connectors are {', '.join(names)}: prefill and decode must have the same")
+    return names[0]
+
+
+def check_ranks(specs: Sequence[EnginesSpec]) -> None:
+    """Raises ScenarioError for a prefill and a decode of vLLM that could not be paired."""
+    prefills, decodes = ({spec.tp for spec in specs if spec.role == role} for role in ("prefill", "decode"))
+    for reason in (ranks_mismatch(decode, prefill) for decode in sorted(decodes) for prefill in sorted(prefills)):
+        if reason is not None:
+            raise ScenarioError(f"engines.tp of a decode (local) and a prefill (remote): {reason}")
 
 
 def _make_vllm(build: Build) -> Engine:
@@ -229,8 +249,8 @@ def _vllm_metrics(spec: EnginesSpec, clock_s: Callable[[], float]) -> VllmMetric
         enable_prefix_caching=config.enable_prefix_caching,
         prefix_caching_hash_algo=config.prefix_caching_hash_algo,
     )
-    kv_role = _KV_ROLES.get(spec.role)
-    return VllmMetrics("sim", [0], config.max_model_len, labels, clock_s, config.max_loras or None, kv_role)
+    kv_role, kv_mode = _KV_ROLES.get(spec.role), CONNECTORS.get(connector_of([spec]), "pull")
+    return VllmMetrics("sim", [0], config.max_model_len, labels, clock_s, config.max_loras or None, kv_role, kv_mode)
 
 
 def _vllm_hasher(spec: EnginesSpec) -> PrefixHasher:

@@ -3,6 +3,8 @@
 * A process keeps its address over a restart and gets another engine id: what was meant for the earlier one fails.
 * A notification takes the network's delay and keeps its order. A move is the backend's; it is not a message.
 * A question for a server that nothing reaches waits until it is reached again.
+* Mooncake: a bootstrap server lives as long as its process. A pull that nobody takes is not heard of again (a DEALER socket
+  connects in silence); any other word that nobody takes has failed.
 """
 
 from collections import Counter
@@ -25,9 +27,11 @@ from windtunnel.core.vllm.connector.seam import (
     Notify,
     NotifyFailed,
     Peer,
+    Pulls,
     Report,
     StartRead,
 )
+from windtunnel.sim.fabric import BOOTSTRAP_PORT
 from windtunnel.sim.kernel import Kernel, Timer
 from windtunnel.sim.network import Network
 from windtunnel.sim.replica import Replica
@@ -93,7 +97,11 @@ class KvFabric:
 
     def _index_of(self, peer: Peer) -> int | None:
         known = (at for at in range(len(self._specs)) if self.host(at) == peer.host)
-        return next(known, None) if peer.port == SIDE_CHANNEL_PORT else None
+        return next(known, None) if peer.port in (SIDE_CHANNEL_PORT, BOOTSTRAP_PORT) else None
+
+    def engine_id(self, index: int) -> str:
+        """Of the process that is there, or was last."""
+        return self._processes[index].engine_id
 
     def _engine_of(self, peer: Peer) -> ConnectorEngine | None:
         """The engine that is meant, if that very process lives."""
@@ -178,7 +186,8 @@ class KvFabric:
         server = self._index_of(ask.peer)
         if server is None or self._engine_of(ask.peer) is None:
             self.counts["frames_to_nobody"] += 1
-            self._tell(index, process, NotifyFailed(ask.peer, ask.notification, _GONE))
+            if not isinstance(ask.notification, Pulls):
+                self._tell(index, process, NotifyFailed(ask.peer, ask.notification, _GONE))
         else:
             target = self._processes[server]
             self.replicas[server].deliver(partial(self._tell, server, target, Arrived(ask.notification)))

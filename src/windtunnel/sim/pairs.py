@@ -50,11 +50,16 @@ class PairRouter(Router):
         if (pair := self._chosen(attempt, request)) is None:
             return
         prefill, decode = pair
+        to_prefill, to_decode = self._legs(attempt, request, prefill)
+        attempt.prefill = self._prefill_leg(attempt)
+        self._send(attempt.prefill, to_prefill, prefill)
+        self._send(attempt, to_decode, decode, self._spec.lag)
+
+    def _legs(self, attempt: Attempt, request: EngineRequest, prefill: EngineState) -> tuple[EngineRequest, EngineRequest]:
+        """What goes to the prefill and what to the decode."""
         self._rooms += 1
         paired = replace(request, bootstrap=(self._fabric.host(prefill.index), BOOTSTRAP_PORT, self._rooms))
-        attempt.prefill = self._prefill_leg(attempt)
-        self._send(attempt.prefill, paired, prefill)
-        self._send(attempt, paired, decode, self._spec.lag)
+        return paired, paired
 
     def _chosen(self, attempt: Attempt, request: EngineRequest) -> tuple[EngineState, EngineState] | None:
         """A prefill and a decode; None when the client has gone, or was told that there is no such pair."""

@@ -9,7 +9,7 @@ be left in flight, no engine may hold anything. What a client no longer wants ma
 
 SGLang's prefill and decode workers run releases whose leaks are known (`LEAKY`) and the newest one with the two switches that
 no release has (a limit for Transferring, tombstones). Only of the latter is it demanded that nothing is left. Of vLLM's it is
-demanded where blocks are pulled and no transfer stalls: nothing limits one there, and a failed push leaves its decode waiting.
+demanded where no transfer stalls, for nothing limits one there; not of NIXL's push, whose failure leaves a decode waiting.
 """
 
 import argparse
@@ -24,6 +24,7 @@ from typing import Any, get_args
 from windtunnel.core.outputs import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent, StepOutput
 from windtunnel.core.request import EngineRequest
 from windtunnel.core.sglang.disagg.worker import DisaggWorker
+from windtunnel.core.vllm.connector.config import MOONCAKE, PULL, PUSH
 from windtunnel.core.vllm.connector.engine import ConnectorEngine
 from windtunnel.sim.calls import NEVER, Attempt
 from windtunnel.sim.cluster import Cluster
@@ -132,12 +133,12 @@ def _pd(draws: Random) -> list[dict[str, Any]]:
 
 def _vllm_pd(draws: Random) -> list[dict[str, Any]]:
     """Prefill and decode engines with short leases."""
+    connector = draws.choice([PULL, PULL, PUSH, MOONCAKE, MOONCAKE])
     disagg = {
-        "connector": draws.choice(["NixlConnector", "NixlConnector", "NixlPushConnector"]),
+        "connector": connector,
         "load_failure_policy": draws.choice(["fail", "recompute"]),
-        "lease_ns": draws.choice(["60ms", "1s"]),
-        "abort_timeout_ns": draws.choice([None, None, "3s"]),
         "kv_bytes_per_token": draws.choice([1000, 100_000]),
+        **(_mooncake if connector == MOONCAKE else _nixl)(draws),
     }
     transfer = {"bandwidth_gb_s": draws.choice([10.0, 0.1, 0.01]), "dead_peer": draws.choice(["50ms", "1s"])}
     common = {"config": _config(draws), "pacing": _pacing(draws), "transfer": transfer, "disagg": disagg}
@@ -146,6 +147,19 @@ def _vllm_pd(draws: Random) -> list[dict[str, Any]]:
         {**common, "role": "prefill", "count": draws.randint(1, 3)},
         {**common, "role": "decode", "count": draws.randint(1, 3), "tp": tp},
     ]
+
+
+def _nixl(draws: Random) -> dict[str, Any]:
+    return {"lease_ns": draws.choice(["60ms", "1s"]), "abort_timeout_ns": draws.choice([None, None, "3s"])}
+
+
+def _mooncake(draws: Random) -> dict[str, Any]:
+    """Short patience, and few places for pulls."""
+    return {
+        "abort_timeout_ns": draws.choice(["60ms", "1s", "3s"]),
+        "pull_margin_ns": draws.choice([0, "20ms", "1s"]),
+        "num_workers": draws.choice([1, 2, 10]),
+    }
 
 
 def _sglang_config(draws: Random) -> dict[str, Any]:
@@ -327,7 +341,7 @@ def _sound(scenario: Scenario) -> bool:
     """No leak that a release is known for can happen."""
     if any(spec.role != "unified" and spec.kind == "vllm" for spec in scenario.engines):
         stalls = any(fault.kind == "stall_writes" for fault in scenario.faults)
-        return not stalls and scenario.engines[0].disagg["connector"] == "NixlConnector"
+        return not stalls and scenario.engines[0].disagg["connector"] != PUSH
     return all(spec.role == "unified" or "tombstones" in spec.disagg for spec in scenario.engines)
 
 

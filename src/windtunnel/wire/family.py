@@ -121,6 +121,8 @@ class PromptPlan:
     text: str | None
     block_hashes: Sequence[bytes] = ()
     """Of its full KV blocks, made beforehand for a long prompt (`EngineRequest.prompt_hashes`)."""
+    blocks: Sequence[int] = ()
+    """`EngineRequest.prompt_blocks`."""
     media: tuple[MediaItem, ...] = ()
     identity: int | None = None
     """The oracle's identity of the prompt, made beforehand for a long one."""

@@ -21,6 +21,8 @@ from windtunnel.wire.family import ChoiceResult, Delta, SamplingPlan, TokenLogpr
 from windtunnel.wire.synth.regex import compiled
 
 REGEX_WINDOW_CHARS = 256
+PROMPT_END = 7
+"""Tokens of the prompt that a detokenizer is primed with."""
 REPETITION_STOP_REASON = "repetition_detected"
 
 
@@ -108,6 +110,7 @@ class ChoiceState:
     """
 
     __slots__ = (
+        "_after",
         "_detokenizer",
         "_hold",
         "_interval",
@@ -141,7 +144,9 @@ class ChoiceState:
         *,
         keep: bool = True,
         stream_interval: int = 1,
+        after: Sequence[int] = (),
     ) -> None:
+        """`after`: the tokens of the prompt, of which the last few decide how the first text begins."""
         self.index = index
         self.prompt_index = prompt_index
         self.completion_tokens = 0
@@ -151,6 +156,7 @@ class ChoiceState:
         self._sampling = sampling
         self._tokenizer = tokenizer
         self._plain = tokenizer.plain_text
+        self._after = after[-PROMPT_END:]
         self._detokenizer: Detokenizer | None = None
         """None while every token so far stood for itself."""
         self._plain_only = not (sampling.stop or sampling.stop_regex) and sampling.logprobs is None and stream_interval == 1
@@ -242,7 +248,8 @@ class ChoiceState:
             texts = [plain[token] for token in token_ids]
             if None not in texts:
                 return "".join(texts)  # type: ignore[arg-type]
-            self._detokenizer = self._tokenizer.detokenizer(skip_special_tokens=self._sampling.skip_special_tokens)
+            skips = self._sampling.skip_special_tokens
+            self._detokenizer = self._tokenizer.detokenizer(skip_special_tokens=skips, after=self._after)
         return self._detokenizer.push(token_ids)
 
     def _find_stop(self, searched_from: int) -> str | None:

@@ -94,7 +94,10 @@ def test_a_lone_request_that_outgrows_the_pool_cannot_exist() -> None:
     assert refusal is not None
     assert (refusal.status, refusal.reason) == (400, "too_long")
     engine.submit([request("fits", 40, 1000)], 0)
-    assert len(tokens(run(engine), "fits")) == 60 - 40
+    assert len(tokens(run(engine), "fits")) == 60 - 40 - 1
+    for size, taken in ((54, True), (55, False)):
+        assert (engine.submit([request(f"of {size}", range(1000, 1000 + size), 1)], engine.clock_ns) is None) is taken
+        run(engine)
 
 
 def test_a_full_queue_refuses_with_sglangs_text() -> None:
@@ -393,9 +396,11 @@ def _chaos(seed: int, policy: str, overlap: bool, page_size: int, radix: bool, l
     return repr(steps)
 
 
-def test_reports_count_the_routing_keys_that_run() -> None:
+@pytest.mark.parametrize(("last", "told"), [("a", 2), (None, 0)])
+def test_decode_reports_count_the_routing_keys_that_run_if_all_have_one(last: str | None, told: int) -> None:
+    """Idle reports leave them as they are."""
     engine = make_engine()
-    keys = ["a", "b", "a", None]
-    engine.submit([request(f"r{at}", 8, 60, routing_key=key) for at, key in enumerate(keys)], 0)
-    told = [one.extra["num_unique_running_routing_keys"] for one in stats(run(engine))]
-    assert max(told) == 2 and told[-1] == 0
+    for at, key in enumerate(["a", "b", "a", last]):
+        engine.submit([request(f"r{at}", 8, 60, routing_key=key)], 0)
+    said = [one.extra.get("num_unique_running_routing_keys", 0) for one in stats(run(engine))]
+    assert said[0] == 0 and max(said) == said[-1] == told

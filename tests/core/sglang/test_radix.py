@@ -2,10 +2,12 @@
 
 from random import Random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from windtunnel.core.sglang.hashing import page_digests, wire_hash
+from windtunnel.core.sglang import pages as module
+from windtunnel.core.sglang.hashing import ROOT, page_digests, wire_hash
 from windtunnel.core.sglang.pages import TREE, PagePool
 from windtunnel.core.sglang.radix import RadixCache, RadixNode
 
@@ -47,7 +49,9 @@ def test_matches_inserts_locks_and_evicts_as_the_naive_model(seed: int) -> None:
         action = chance.random()
         if action < 0.4 and len(tokens) // _PAGE <= pool.free_pages:
             pages = pool.allocate(len(tokens) // _PAGE, "me")
-            path = tree.insert(tokens, pages, "me", 0)
+            behind, before = chance.choice([(tree.root(ROOT), ()), *locked])
+            path = tree.insert(tokens, pages, "me", behind)
+            tokens = before + tokens
             naive.insert(tokens)
             assert len(path.pages) == len(pages)
             if tokens and chance.random() < 0.5:
@@ -75,7 +79,7 @@ def test_the_least_recently_used_leaf_goes_first_and_its_parent_stays() -> None:
     pool = PagePool(10, 1)
     tree = RadixCache(pool)
     for key in ((1, 2, 3), (1, 2, 4), (5,)):
-        tree.insert(key, pool.allocate(len(key), "me"), "me", 0)
+        tree.insert(key, pool.allocate(len(key), "me"), "me", tree.root(ROOT))
     tree.match((1, 2, 3))
     assert tree.evict(1) == 1
     assert [len(tree.match(key).pages) for key in ((1, 2, 3), (1, 2, 4), (5,))] == [3, 2, 1]
@@ -87,12 +91,27 @@ def test_the_least_recently_used_leaf_goes_first_and_its_parent_stays() -> None:
 def test_a_locked_path_survives_any_eviction() -> None:
     pool = PagePool(10, 1)
     tree = RadixCache(pool)
-    path = tree.insert((1, 2, 3), pool.allocate(3, "me"), "me", 0)
+    path = tree.insert((1, 2, 3), pool.allocate(3, "me"), "me", tree.root(ROOT))
     tree.lock(path.node)
     tree.match((1, 2))
     assert tree.evict(10) == 0
     tree.unlock(path.node)
     assert tree.evict(10) == 3
+
+
+def test_going_on_behind_a_held_path_makes_it_younger() -> None:
+    pool = PagePool(10, 1)
+    tree = RadixCache(pool)
+    path = tree.insert((1, 2), pool.allocate(2, "me"), "me", tree.root(ROOT))
+    tree.lock(path.node)
+    other = tree.insert((5,), pool.allocate(1, "me"), "me", tree.root(ROOT))
+    tree.lock(other.node)
+    assert tree.insert((3,), pool.allocate(1, "me"), "me", path.node).pages == [3]
+    tree.unlock(path.node)
+    assert tree.evict(1) == 1
+    tree.unlock(other.node)
+    assert tree.evict(1) == 1
+    assert [len(tree.match(key).pages) for key in ((5,), (1, 2, 3))] == [0, 2]
 
 
 def test_page_hashes_chain_and_show_as_signed_integers() -> None:
@@ -111,3 +130,20 @@ def test_a_write_under_an_old_stamp_names_the_new_owner() -> None:
     assert pool.allocate(1, "b") == [pages[0]]
     assert pool.strangers(pages, stamp) == [(pages[0], "b"), (pages[1], "")]
     assert pool.strangers(pages[:1], pool.last_stamp) == []
+
+
+def test_pages_in_rows_are_kept_as_single_ones_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of any length, from parts of one page on; whoever names a page that is not his is told which."""
+    for part in (1, 2, 3, 256):
+        monkeypatch.setattr(module, "_PART", part)
+        pool = PagePool(12, 1)
+        pool.free(pool.allocate(3, "a"), "a")
+        pages = pool.allocate(11, "a")
+        assert pages == [*range(3, 12), 0, 1]
+        pool.hand_over(pages[:7], "a", TREE)
+        assert [pool.owner_of(page) for page in pages] == [TREE] * 7 + ["a"] * 4
+        assert pool.strangers(pages, pool.last_stamp) == []
+        with pytest.raises(AssertionError, match="page 9 of 'radix tree' given away by 'a'"):
+            pool.hand_over([pages[8], pages[6]], "a", TREE)
+        pool.free(pages[:7], TREE)
+        pool.check_integrity([("a", [pages[7], *pages[9:]]), (TREE, [pages[8]])])

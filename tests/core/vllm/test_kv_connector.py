@@ -254,6 +254,16 @@ def test_an_abort_while_it_reads_keeps_the_blocks_until_the_read_ends() -> None:
     pair.rest()
 
 
+@pytest.mark.parametrize("push", [False, True])
+def test_a_false_address_fails_its_own_request_alone(push: bool) -> None:
+    """A client names a good engine, and a host where it is not; vLLM goes by the engine id, and fails both."""
+    pair = Pair(kv={"connector": "NixlPushConnector" if push else "NixlConnector"})
+    told = {name: pair.prefill(name) or {} for name in ("a", "b")}
+    pair.submit(pair.d, decode_leg("a", {**told["a"], "remote_host": "q"}), decode_leg("b", told["b"]))
+    pair.run(lambda: all(f"{name}-d" in pair.d.finish for name in ("a", "b")))
+    assert pair.d.finish["a-d"] is FinishReason.ERROR and pair.d.tokens["b-d"] == answer("b")
+
+
 def test_an_abort_during_the_handshake_keeps_them_too() -> None:
     pair = Pair()
     pair.decode("a", pair.prefill("a"))
@@ -524,6 +534,15 @@ def test_another_hash_is_let_through_on_demand() -> None:
     pair.both("a")
     assert pair.d.tokens["a-d"] == answer("a")
     pair.rest()
+
+
+@pytest.mark.parametrize("push", [False, True])
+def test_ranks_that_do_not_divide_one_another_fail_the_handshake(push: bool) -> None:
+    connector = {"connector": "NixlPushConnector" if push else "NixlConnector"}
+    pair = Pair(kv=connector, prefill_kv={"tp_size": 3}, decode_kv={"tp_size": 2})
+    pair.both("a")
+    assert pair.d.finish["a-d"] is FinishReason.ERROR and pair.d.counters["nixl_num_failed_transfers"] == 1
+    assert any("Remote tensor parallel size 3 is not divisible" in line for line in pair.d.engine.take_warnings())
 
 
 def test_a_handshake_happens_once_for_each_engine() -> None:

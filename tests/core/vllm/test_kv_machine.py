@@ -7,9 +7,8 @@
 """
 
 import random
-from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -17,11 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.core.rig import request
 from tests.core.vllm.kv_rig import NULLS, Pair, answer
+from tests.core.vllm.legs import LegMachine
 
-from windtunnel.core.lifecycle import State
 from windtunnel.core.outputs import FinishReason
 from windtunnel.core.pacing import Duration, Pacing, RequestPacing, StepPacing
-from windtunnel.core.transfer.backends import Fate, Write
 from windtunnel.core.vllm.connector.engine import ConnectorEngine
 from windtunnel.core.vllm.connector.foreign import ForeignSource
 from windtunnel.core.vllm.connector.runs import RunConnectorEngine
@@ -108,34 +106,17 @@ worlds = st.builds(
 ).filter(allowed)
 
 
-@dataclass
-class Story:
-    """Everything that was seen, to be compared."""
-
-    lines: list[Any] = field(default_factory=list)
-
-
-class Machine:
-    """Drives the legs through a pair. Owned by one run."""
+class Machine(LegMachine):
+    """The router asks the decode when the prefill has answered."""
 
     def __init__(self, setting: Setting, all_legs: list[Leg], engine_type: type[ConnectorEngine] = ConnectorEngine) -> None:
-        self.setting = setting
+        super().__init__(setting, all_legs)
+        self.setting, self.legs = setting, all_legs
         self.engine_type = engine_type
-        self.legs = all_legs
         self.pair = self._pair()
-        self._fates = self._lost = self._delays = 0
-        self.late: set[str] = set()
-        """Decode requests that may have read what was not the prefill's any more."""
-        self.due: list[tuple[int, int, Any]] = []
-        self.aborted: set[str] = set()
-        self.refused: set[str] = set()
 
     def _pair(self) -> Pair:
         setting = self.setting
-        config = {
-            "max_model_len": 144, "block_size": 16, "max_num_seqs": setting.seqs, "max_num_batched_tokens": setting.budget,
-            "enable_prefix_caching": setting.caching, "async_scheduling": setting.late_aborts,
-        }  # fmt: skip
         pair = Pair(
             kv={
                 "connector": "NixlPushConnector" if setting.push else "NixlConnector",
@@ -147,13 +128,13 @@ class Machine:
                 "expiry_margin_ns": 1_000,
             },
             pacing=self._pacing,
-            prefill={**config, "num_blocks": setting.blocks[0]},
-            decode={**config, "num_blocks": setting.blocks[1]},
-            fate=self._fate,
+            prefill={**self.engine_config, "num_blocks": setting.blocks[0]},
+            decode={**self.engine_config, "num_blocks": setting.blocks[1]},
+            fate=self.fate,
             engine_type=self.engine_type,
         )
         pair.p.backend._dead_peer_ns = pair.d.backend._dead_peer_ns = 90_000
-        pair.drop = self._drop
+        pair.drop = lambda _notification: self.turn("lost")
         pair.delay_ns = self._delay
         return pair
 
@@ -162,47 +143,27 @@ class Machine:
             return StepPacing(1_000, 10, 10)
         return RequestPacing(random.Random(3), Duration(4_000, 2_000, "lognormal"), Duration(900, 500, "normal"))
 
-    # The wires. Wishes are taken in turn, so a run is a function of its setting
-
-    def _fate(self, _write: Write) -> Fate:
-        self._fates += 1
-        return Fate(self.setting.fates[self._fates % len(self.setting.fates)], 3_000)
-
-    def _drop(self, _notification: Any) -> bool:
-        self._lost += 1
-        return self.setting.lost[self._lost % len(self.setting.lost)]
-
     def _delay(self, ask: Any) -> int:
-        self._delays += 1
         if self.setting.doubled and isinstance(ask, Notify) and isinstance(ask.notification, Consumed | Heartbeat):
             other = self.pair.d if self.pair.p.address.startswith(ask.peer.host) is False else self.pair.p
             self.pair._post(250, lambda: self.pair.tell(other, Arrived(ask.notification)))
-        return self.setting.delays[self._delays % len(self.setting.delays)]
+        told: int = self.turn("delays")
+        return told
 
     # The legs
 
-    def run(self) -> Story:
+    def run(self) -> list[Any]:
         for at, leg in enumerate(self.legs):
-            self._later(leg.at_ns, lambda at=at, leg=leg: self._prefill(at, leg))
+            self.later(leg.at_ns, lambda at=at, leg=leg: self._prefill(at, leg))
         self._drain()
-        return self._story()
-
-    def _later(self, at_ns: int, what: Any) -> None:
-        self.pair._post(max(0, at_ns - self.pair.now_ns), what)
-
-    def _request(self, name: str, leg: Leg, side: str, params: Mapping[str, Any] | None, max_tokens: int) -> list[Any]:
-        shared = tuple(range(leg.shared))[: leg.prompt - 1]
-        tokens = shared + request(name, leg.prompt).prompt_token_ids[len(shared) :]
-        ids = [f"{name}-{side}"] if leg.children == 1 else [f"{child}_{name}-{side}" for child in range(leg.children)]
-        source = request(name).source
-        return [request(one, tokens, max_tokens, source=source, kv_transfer=params) for one in ids]
+        return self.story()
 
     def _prefill(self, at: int, leg: Leg) -> None:
-        requests = self._request(f"r{at}", leg, "p", NULLS, 1)
+        requests = self.requests(f"r{at}", leg, "p", NULLS, 1)
         self.pair.submit(self.pair.p, *requests)
         ids = [one.request_id for one in requests]
         if leg.abort_prefill_ns is not None:
-            self._later(self.pair.now_ns + leg.abort_prefill_ns, lambda: self._abort(self.pair.p, ids))
+            self.later(self.pair.now_ns + leg.abort_prefill_ns, lambda: self.abort(self.pair.p, ids))
         self._watch(at, leg, ids)
 
     def _watch(self, at: int, leg: Leg, ids: list[str]) -> None:
@@ -210,63 +171,43 @@ class Machine:
         if all(one in self.pair.p.finish or one in self.aborted for one in ids):
             params = next((self.pair.p.params[one] for one in reversed(ids) if self.pair.p.params.get(one)), None)
             if not leg.never and not self.aborted.intersection(ids):
-                self._later(self.pair.now_ns + leg.gap_ns, lambda: self._decode(at, leg, params))
+                self.later(self.pair.now_ns + leg.gap_ns, lambda: self._decode(at, leg, params))
             return
         if self.pair.now_ns >= PATIENCE_NS:
             # A decode that waits for a failed push renews its hold for ever, and so it starves the prefill too.
             assert self.setting.push, f"the prefill leg never ends: {self.pair.p.engine.live()}"
-            self._abort(self.pair.p, ids)
+            self.abort(self.pair.p, ids)
             return
-        self._later(self.pair.now_ns + 700, lambda: self._watch(at, leg, ids))
+        self.later(self.pair.now_ns + 700, lambda: self._watch(at, leg, ids))
 
     def _decode(self, at: int, leg: Leg, params: Mapping[str, Any] | None) -> None:
-        requests = self._request(f"r{at}", leg, "d", params, leg.max_tokens)
+        requests = self.requests(f"r{at}", leg, "d", params, leg.max_tokens)
         ids = [one.request_id for one in requests]
         if leg.refuse:
-            self.refused.update(ids)
             self.pair.d.engine.release_remote(params, self.pair.now_ns)
             self.pair.pump(self.pair.d)
             return
         self.pair.submit(self.pair.d, *requests)
         if leg.abort_decode_ns is not None:
-            self._later(self.pair.now_ns + leg.abort_decode_ns, lambda: self._abort(self.pair.d, ids))
-
-    def _abort(self, node: Any, ids: list[str]) -> None:
-        live = {view.request_id for view in node.engine.live()}
-        self.aborted.update(live.intersection(ids))
-        self.pair.abort(node, *ids)
-        node.engine.check_integrity()
+            self.later(self.pair.now_ns + leg.abort_decode_ns, lambda: self.abort(self.pair.d, ids))
 
     def _drain(self) -> None:
         """Run to rest. After a push that failed a decode waits, its heart beats and its blocks starve others: clients leave."""
         self.pair.run(limit_ns=PATIENCE_NS)
         stuck = self.pair.d.engine.live()
         assert not stuck or self.setting.push, "somebody waits for ever"
-        self._abort(self.pair.d, [view.request_id for view in stuck])
+        self.abort(self.pair.d, [view.request_id for view in stuck])
         self.pair.run(limit_ns=2 * PATIENCE_NS)
         assert self.pair.next_at() is None, "something is always due"
 
-    def _story(self) -> Story:
-        story = Story()
-        for node in (self.pair.p, self.pair.d):
-            for step in node.steps:
-                story.lines.append((node.name, step.at_ns, step.outputs, step.transitions, step.stats))
-            story.lines.append(dict(node.counters))
-        return story
-
 
 def check(machine: Machine) -> None:
-    pair = machine.pair
-    for node in (pair.p, pair.d):
-        ends = Counter(one.request_id for step in node.steps for one in step.transitions if one.after.terminal)
-        starts = Counter(one.request_id for step in node.steps for one in step.transitions if one.before is State.NEW)
-        assert ends == starts and set(ends.values()) <= {1}
-        assert not node.engine.live()
+    machine.check_ends()
+    for node in machine.nodes:
         orphans = node.engine.outstanding()["orphaned_loads"]
         assert not node.engine.outstanding()["holds"]
         assert orphans == 0 or machine.setting.push, "a load was never ended"
         assert node.used_blocks == len({block for load in node.engine.connector.loads.values() for block in load.blocks})
-        assert not (node.finish.keys() & machine.aborted), "an aborted request was finished"
     check_answers(machine)
 
 
@@ -274,14 +215,12 @@ def check_answers(machine: Machine) -> None:
     """Wrong words only where a read came too late, and then the prefill has counted it."""
     node, wrong = machine.pair.d, 0
     for request_id, reason in node.finish.items():
-        name = request_id.rpartition("_")[2].removesuffix("-d")
-        leg = machine.legs[int(name[1:])]
         if reason is FinishReason.ERROR:
             assert machine.setting.policy == "fail" and not node.tokens[request_id]
             continue
-        said = node.tokens[request_id]
-        assert len(said) == min(leg.max_tokens, 144 - leg.prompt)
-        wrong += said != answer(name, len(said))
+        said, wanted = node.tokens[request_id], answer(*machine.wanted(request_id))
+        assert len(said) == len(wanted)
+        wrong += said != wanted
     if wrong:
         counters = machine.pair.p.counters
         assert counters["nixl_num_kv_expired_reqs"] or any(leg.children > 1 for leg in machine.legs) or machine.setting.doubled
@@ -294,16 +233,7 @@ def test_whatever_happens(setting: Setting, all_legs: list[Leg]) -> None:
     story = machine.run()
     check(machine)
     again = Machine(setting, all_legs).run()
-    assert again.lines == story.lines
-
-
-def bones(machine: Machine) -> list[Any]:
-    """Every step without its tokens."""
-    return [
-        (node.name, step.at_ns, step.transitions, step.stats)
-        for node in (machine.pair.p, machine.pair.d)
-        for step in node.steps
-    ]
+    assert again == story
 
 
 @given(worlds.map(lambda setting: replace(setting, late_aborts=False, own_pace=False)), st.lists(legs, min_size=1, max_size=7))
@@ -313,7 +243,7 @@ def test_the_engine_for_virtual_time_does_the_same(setting: Setting, all_legs: l
     plain, in_runs = Machine(setting, all_legs), Machine(setting, all_legs, RunConnectorEngine)
     plain.run()
     in_runs.run()
-    assert bones(plain) == bones(in_runs)
+    assert plain.bones() == in_runs.bones()
     assert plain.pair.asked == in_runs.pair.asked
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from tests.core.rig import request
-from tests.core.vllm.kv_rig import NULLS, READ_NS, Pair, answer, decode_leg, prefill_leg
+from tests.core.vllm.kv_rig import NULLS, READ_NS, Node, Pair, answer, decode_leg, prefill_leg
 
 from windtunnel.core.lifecycle import State
 from windtunnel.core.outputs import FinishReason
@@ -14,9 +14,12 @@ from windtunnel.core.request import EngineRequest
 from windtunnel.core.transfer.backends import Fate
 from windtunnel.core.units import MS
 from windtunnel.core.vllm.connector.config import MOONCAKE, KvTransferConfig
-from windtunnel.core.vllm.connector.mooncake import MAX_PULLS, MooncakeConnector
+from windtunnel.core.vllm.connector.engine import MAX_TURNS
+from windtunnel.core.vllm.connector.mooncake import sender as sender_module
+from windtunnel.core.vllm.connector.mooncake.connector import MooncakeConnector
+from windtunnel.core.vllm.connector.mooncake.pulls import MAX_PULLS
 from windtunnel.core.vllm.connector.params import ID_LIMIT_BYTES
-from windtunnel.core.vllm.connector.seam import AskHandshake, Peer, Pull, Pulled, Pulls, StartWrite
+from windtunnel.core.vllm.connector.seam import Arrived, AskHandshake, Peer, Pull, Pulled, Pulls, StartWrite
 
 PATIENCE_NS = 50 * MS
 MARGIN_NS = 5 * MS
@@ -40,7 +43,8 @@ class Mooncake(Pair):
 
     def __init__(self, **more: Any) -> None:
         kv = {**KV, **more.pop("kv", {})}
-        super().__init__(kv=kv, prefill_kv=PRODUCER | more.pop("prefill_kv", {}), decode_kv=CONSUMER, **more)
+        producer, consumer = PRODUCER | more.pop("prefill_kv", {}), CONSUMER | more.pop("decode_kv", {})
+        super().__init__(kv=kv, prefill_kv=producer, decode_kv=consumer, **more)
 
     def ask_p(self, name: str, prompt: int = 100, **more: Any) -> None:
         self.submit(self.p, prefill_leg(name, prompt, **{"kv_transfer": to_p(name), **more}))
@@ -56,6 +60,12 @@ class Mooncake(Pair):
 
     def writes(self) -> list[StartWrite]:
         return [ask for _name, ask in self.asked if isinstance(ask, StartWrite)]
+
+
+def mooncake_of(node: Node) -> MooncakeConnector:
+    connector = node.engine.connector
+    assert isinstance(connector, MooncakeConnector)
+    return connector
 
 
 def children(leg: EngineRequest, *numbers: int) -> list[EngineRequest]:
@@ -113,10 +123,8 @@ def test_what_the_numbers_say() -> None:
 
 def test_blocks_that_are_scattered_need_more_descriptors() -> None:
     pair = Mooncake()
-    connector = pair.p.engine.connector
-    assert isinstance(connector, MooncakeConnector)
     ask = StartWrite(1, "a", Peer("d", "d", 1), "b", (1, 2, 3, 7, 8), (4, 5, 9, 10, 11), 0)
-    assert connector._descriptors(ask) == 3 * 32
+    assert mooncake_of(pair.p).sender.descriptors(ask) == 3 * 32
 
 
 def test_the_bootstrap_server_is_asked_once() -> None:
@@ -179,9 +187,10 @@ def test_refused_twice_under_one_id() -> None:
         assert pair.d.engine.release_remote(to_d("a"), pair.now_ns)
         pair.pump(pair.d)
         pair.run(lambda: bool(pair.words(Pulls)))
-    assert len(pair.d.engine.connector._pulling) == 2
-    pair.run(lambda: not pair.d.engine.connector._pulling)
-    assert not pair.d.engine.connector._asked
+    pulls = mooncake_of(pair.d).pulls
+    assert len(pulls) == 2
+    pair.run(lambda: not pulls)
+    assert not pulls._asked
     pair.rest()
 
 
@@ -372,6 +381,41 @@ def test_twice_as_many_pulls_as_workers_fill_a_prefill_and_a_good_one_waits_behi
     pair.rest()
 
 
+def test_a_place_that_a_refused_pull_gives_back_is_taken_at_once() -> None:
+    """Whoever waits for it does not wait for what is held to run out."""
+    pair = Mooncake(kv={"num_workers": 1}, prefill=SLOW | {"num_blocks": 400}, decode={"num_blocks": 400})
+    for name in ("x", "y", "a"):
+        pair.ask_d(name, 200)
+        pair.run(lambda name=name: waiting(pair, name))
+    pair.run(lambda: bool(mooncake_of(pair.p).sender._queue))
+    pair.ask_p("x", 40)
+    pair.run(lambda: "x-d" in pair.d.finish)
+    pair.run(limit_ns=pair.now_ns + MS)
+    assert pair.d.finish["x-d"] is FinishReason.ERROR and not mooncake_of(pair.p).sender._queue
+    pair.ask_p("a", 200)
+    pair.done("a")
+    assert pair.now_ns < PATIENCE_NS
+    pair.rest()
+
+
+def test_what_waits_for_a_place_is_limited_by_its_size_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Mooncake(kv={"num_workers": 1}, decode={"num_blocks": 400})
+    sender = mooncake_of(pair.p).sender
+    for name in ("x", "y", "a"):
+        pair.ask_d(name)
+        pair.run(lambda name=name: waiting(pair, name))
+    pair.run(lambda: bool(sender._queue))
+    monkeypatch.setattr(sender_module, "MAX_QUEUED_BYTES", sender._queued_bytes + 300)
+    pair.ask_d("b")
+    pair.done("b")
+    assert pair.d.finish["b-d"] is FinishReason.ERROR and pair.now_ns < PATIENCE_NS
+    for name in ("x", "y", "a"):
+        pair.ask_p(name)
+    pair.done("x", "y", "a")
+    assert not sender._queued_bytes and pair.d.tokens["a-d"] == answer("a")
+    pair.rest()
+
+
 # The bootstrap server, and bad parameters
 
 
@@ -384,6 +428,17 @@ def test_a_prefill_that_is_not_found_fails_the_request(told: dict[str, str]) -> 
     pair.done("a")
     assert pair.d.finish["a-d"] is FinishReason.ERROR and pair.now_ns < PATIENCE_NS
     assert pair.d.counters["mooncake_num_failed_recvs"] == 1
+    pair.rest()
+
+
+def test_a_false_address_fails_its_own_request_alone() -> None:
+    """In the same turn, with a good engine's id: nobody answers there."""
+    pair = Mooncake()
+    pair.ask_p("b", 40)
+    false = decode_leg("a", to_d("a", remote_bootstrap_addr="http://q:1"), 40)
+    pair.submit(pair.d, false, decode_leg("b", to_d("b"), 40))
+    pair.done("a", "b")
+    assert pair.d.finish["a-d"] is FinishReason.ERROR and pair.d.tokens["b-d"] == answer("b")
     pair.rest()
 
 
@@ -458,8 +513,8 @@ def test_what_waited_for_nothing_leaves_nothing_behind() -> None:
     pair = Mooncake()
     pair.ask_d("a")
     pair.rest()
-    connector = pair.p.engine.connector
-    assert isinstance(connector, MooncakeConnector) and not connector._transfers and not connector._batches
+    sender = mooncake_of(pair.p).sender
+    assert not sender._transfers and not sender._batches
 
 
 def test_a_pull_that_waited_for_an_aborted_prefill_is_not_served_by_another_one_with_its_id() -> None:
@@ -472,6 +527,52 @@ def test_a_pull_that_waited_for_an_aborted_prefill_is_not_served_by_another_one_
     pair.submit(pair.p, *children(prefill_leg("a", 1000, kv_transfer=to_p("a")), 2))
     pair.done("a")
     assert pair.d.finish["a-d"] is FinishReason.ERROR and pair.writes() == []
+    pair.rest()
+
+
+# Caches of another shape
+
+
+def test_blocks_of_another_size_are_refused_at_once() -> None:
+    """Of another block size or model: whatever was written would be somebody else's KV. The prefill's wait for their time."""
+    pair = Mooncake(decode={"block_size": 32})
+    pair.ask_p("a")
+    pair.ask_d("a")
+    pair.done("a")
+    assert pair.d.finish["a-d"] is FinishReason.ERROR and pair.now_ns < PATIENCE_NS and pair.writes() == []
+    assert [said.reason for said in pair.words(Pulled)] == ["Mooncake KV region length mismatch: local=16, remote=32."]
+    pair.rest()
+    assert pair.p.counters["mooncake_num_kv_expired_reqs"] == 1
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (1, 4), (4, 2), (2, 4)])
+def test_ranks_that_divide_one_another_are_paired(prefill: int, decode: int) -> None:
+    pair = Mooncake(prefill_kv={"tp_size": prefill}, decode_kv={"tp_size": decode})
+    pair.ask_p("a")
+    pair.ask_d("a")
+    pair.done("a")
+    assert pair.d.tokens["a-d"] == answer("a")
+    pair.rest()
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(2, 3), (3, 2), (4, 6)])
+def test_ranks_that_do_not_fail_the_request(prefill: int, decode: int) -> None:
+    pair = Mooncake(prefill_kv={"tp_size": prefill}, decode_kv={"tp_size": decode})
+    pair.ask_p("a")
+    pair.ask_d("a")
+    pair.done("a")
+    assert pair.d.finish["a-d"] is FinishReason.ERROR and pair.words(Pulls) == []
+    assert any("is not divisible by" in line for line in pair.d.engine.take_warnings())
+    pair.rest()
+
+
+def test_a_pull_of_ranks_that_cannot_be_paired_is_refused_by_the_prefill_too() -> None:
+    """A decode that did not look."""
+    pair = Mooncake(prefill_kv={"tp_size": 2})
+    pulls = Pulls(Peer("engine-d", "d", 5700, 3), (Pull("a-d", "xfer-a", (1,)), Pull("b-d", "xfer-b", ())), 16)
+    pair.tell(pair.p, Arrived(pulls))
+    reason = "Remote tensor parallel size 3 is not divisible by local tensor parallel size 2."
+    assert pair.words(Pulled) == [Pulled("a-d", reason, last=False), Pulled("b-d", reason)]
     pair.rest()
 
 
@@ -500,6 +601,21 @@ def test_a_sibling_that_is_aborted_strands_what_the_other_one_holds() -> None:
     assert pair.p.engine.outstanding()["stranded"] == 1 and pair.p.used_blocks == 2
 
 
+def test_who_waited_for_an_aborted_sibling_takes_nothing_along_when_its_patience_ends() -> None:
+    """The id came back with a pull that found too few blocks, and what is held under it runs out on its own."""
+    pair = Mooncake(prefill=SLOW | {"num_blocks": 400}, decode={"num_blocks": 400})
+    pair.submit(pair.p, *children(prefill_leg("a", 800, kv_transfer=to_p("a")), 0))
+    pair.submit(pair.p, *children(prefill_leg("b", 800, kv_transfer=to_p("a")), 1))
+    pair.ask_d("a", 800)
+    pair.run(lambda: bool(pair.p.engine.outstanding()["pulls"]))
+    pair.abort(pair.p, "1_b-p")
+    pair.submit(pair.d, decode_leg("c", to_d("a"), 1000))
+    pair.done("a", "c")
+    assert [said.reason for said in pair.words(Pulled)] == ["P num blocks less than D", "Timeout waiting for P side ready."]
+    pair.rest()
+    assert pair.p.counters["mooncake_num_kv_expired_reqs"] == 1
+
+
 def test_two_prompts_under_one_id_get_the_same_blocks_and_one_answer_is_wrong() -> None:
     pair = Mooncake()
     for name in ("a", "b"):
@@ -522,6 +638,19 @@ def test_a_longer_prompt_under_the_same_id_is_refused() -> None:
 
 
 # Death
+
+
+def test_timers_that_stay_due_are_an_error_and_not_a_loop_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = iter(range(10 * MAX_TURNS))
+
+    def due() -> int:
+        assert next(calls, None) is not None, "for ever"
+        return 0
+
+    pair = Mooncake()
+    monkeypatch.setattr(mooncake_of(pair.p), "next_event_at", due)
+    with pytest.raises(RuntimeError, match=r"MooncakeConnector at 0 ns: timers are due after 1000 turns, too; .*holds"):
+        pair.p.engine.advance(7)
 
 
 def test_a_dead_engine_forgets_everything() -> None:

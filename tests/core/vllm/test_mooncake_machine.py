@@ -8,20 +8,19 @@
 """
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.core.rig import request
 from tests.core.vllm.kv_rig import Node, answer
-from tests.core.vllm.test_mooncake import Mooncake, to_d, to_p
+from tests.core.vllm.legs import LegMachine
+from tests.core.vllm.test_mooncake import Mooncake, mooncake_of, to_d, to_p
 
-from windtunnel.core.lifecycle import State
 from windtunnel.core.outputs import FinishReason
 from windtunnel.core.pacing import StepPacing
-from windtunnel.core.transfer.backends import Fate, Write
+from windtunnel.core.request import EngineRequest
 from windtunnel.core.vllm.connector.engine import ConnectorEngine
 from windtunnel.core.vllm.connector.runs import RunConnectorEngine
 
@@ -92,14 +91,11 @@ worlds = st.builds(
 )
 
 
-class Machine:
-    """Drives the legs through a pair. Owned by one run."""
+class Machine(LegMachine):
+    """The router sends the legs in whatever order."""
 
     def __init__(self, setting: Setting, all_legs: list[Leg], engine_type: type[ConnectorEngine] = ConnectorEngine) -> None:
-        config = {
-            "max_model_len": 144, "block_size": 16, "max_num_seqs": setting.seqs, "max_num_batched_tokens": setting.budget,
-            "enable_prefix_caching": setting.caching, "async_scheduling": setting.late_aborts,
-        }  # fmt: skip
+        super().__init__(setting, all_legs)
         self.setting, self.legs = setting, all_legs
         self.pair = Mooncake(
             kv={
@@ -109,52 +105,27 @@ class Machine:
                 "num_workers": setting.workers,
             },
             pacing=lambda: StepPacing(1_000, 10, 10),
-            prefill={**config, "num_blocks": setting.blocks[0]},
-            decode={**config, "num_blocks": setting.blocks[1]},
-            fate=self._fate,
+            prefill={**self.engine_config, "num_blocks": setting.blocks[0]},
+            decode={**self.engine_config, "num_blocks": setting.blocks[1]},
+            fate=self.fate,
             engine_type=engine_type,
         )
         self.pair.p.backend._dead_peer_ns = 90_000
-        self.pair.drop = lambda _notification: self._turn("lost", setting.lost)
-        self.pair.delay_ns = lambda _ask: self._turn("delays", setting.delays)
-        self._turns: Counter[str] = Counter()
-        self.aborted: set[str] = set()
-
-    def _turn(self, name: str, wishes: tuple[Any, ...]) -> Any:
-        """Wishes are taken in turn, so a run is a function of its setting."""
-        self._turns[name] += 1
-        return wishes[self._turns[name] % len(wishes)]
-
-    def _fate(self, _write: Write) -> Fate:
-        return Fate(self._turn("fates", self.setting.fates), 3_000)
+        self.pair.drop = lambda _notification: self.turn("lost")
+        self.pair.delay_ns = lambda _ask: self.turn("delays")
 
     def run(self) -> list[Any]:
         for at, leg in enumerate(self.legs):
             first, second = (0, leg.gap_ns) if leg.gap_ns >= 0 else (-leg.gap_ns, 0)
-            self._later(leg.at_ns + first, lambda at=at, leg=leg: self._prefill(f"r{at}", leg))
-            self._later(leg.at_ns + second, lambda at=at, leg=leg: self._decode(f"r{at}", leg))
+            self.later(leg.at_ns + first, lambda at=at, leg=leg: self._prefill(f"r{at}", leg))
+            self.later(leg.at_ns + second, lambda at=at, leg=leg: self._decode(f"r{at}", leg))
         self.pair.run(limit_ns=END_NS)
         assert self.pair.next_at() is None, "something is always due"
-        return [
-            (node.name, step.at_ns, step.outputs, step.transitions, step.stats) for node in self.nodes for step in node.steps
-        ]
-
-    @property
-    def nodes(self) -> tuple[Node, Node]:
-        return self.pair.p, self.pair.d
-
-    def _later(self, at_ns: int, what: Any) -> None:
-        self.pair._post(max(0, at_ns - self.pair.now_ns), what)
-
-    def _requests(self, name: str, leg: Leg, side: str, params: Any, max_tokens: int) -> list[Any]:
-        shared = tuple(range(leg.shared))[: leg.prompt - 1]
-        tokens = shared + request(name, leg.prompt).prompt_token_ids[len(shared) :]
-        ids = [f"{child}_{name}-{side}" for child in range(leg.children)]
-        return [request(one, tokens, max_tokens, source=request(name).source, kv_transfer=params) for one in ids]
+        return self.story()
 
     def _prefill(self, name: str, leg: Leg) -> None:
         if leg.missing != "p":
-            self._submit(self.pair.p, self._requests(name, leg, "p", to_p(name), 1), leg.abort_prefill_ns)
+            self._submit(self.pair.p, self.requests(name, leg, "p", to_p(name), 1), leg.abort_prefill_ns)
 
     def _decode(self, name: str, leg: Leg) -> None:
         if leg.missing == "d":
@@ -163,47 +134,38 @@ class Machine:
             self.pair.d.engine.release_remote(to_d(name), self.pair.now_ns)
             self.pair.pump(self.pair.d)
             return
-        self._submit(self.pair.d, self._requests(name, leg, "d", to_d(name), leg.max_tokens), leg.abort_decode_ns)
+        self._submit(self.pair.d, self.requests(name, leg, "d", to_d(name), leg.max_tokens), leg.abort_decode_ns)
 
-    def _submit(self, node: Node, requests: list[Any], abort_ns: int | None) -> None:
+    def _submit(self, node: Node, requests: list[EngineRequest], abort_ns: int | None) -> None:
         self.pair.submit(node, *requests)
         if abort_ns is not None:
-            self._later(self.pair.now_ns + abort_ns, lambda: self._abort(node, [one.request_id for one in requests]))
-
-    def _abort(self, node: Node, ids: Iterable[str]) -> None:
-        self.aborted.update({view.request_id for view in node.engine.live()}.intersection(ids))
-        self.pair.abort(node, *ids)
-        node.engine.check_integrity()
+            self.later(self.pair.now_ns + abort_ns, lambda: self.abort(node, [one.request_id for one in requests]))
 
 
 def check(machine: Machine) -> None:
+    machine.check_ends()
     for node in machine.nodes:
-        ends = Counter(one.request_id for step in node.steps for one in step.transitions if one.after.terminal)
-        starts = Counter(one.request_id for step in node.steps for one in step.transitions if one.before is State.NEW)
-        assert ends == starts and set(ends.values()) <= {1}
-        assert not node.engine.live(), "somebody waits for ever"
-        assert not (node.finish.keys() & machine.aborted), "an aborted request was finished"
         outstanding = node.engine.outstanding()
         stranded = outstanding.pop("stranded")
         assert not any(outstanding.values())
         assert stranded == 0 or (node is machine.pair.p and any(leg.children > 1 for leg in machine.legs))
-        connector: Any = node.engine.connector
-        assert node.used_blocks == len({block for hold in connector._stranded for block in hold.blocks})
-        for book in (connector._wanted, connector._pulling, connector._asked, connector._sending, connector._transfers,
-                     connector._held_as, connector._batches, connector._queue, connector._writes, connector._done):  # fmt: skip
+        connector = mooncake_of(node)
+        pulls, sender = connector.pulls, connector.sender
+        assert node.used_blocks == len({block for hold in sender.stranded for block in hold.blocks})
+        for book in (connector._wanted, pulls._pulling, pulls._asked, sender._sending, sender._transfers, sender._held_as,
+                     sender._batches, sender._queue, sender._writes, sender._done):  # fmt: skip
             assert not book, "something is remembered of a request that is over"
+        assert not sender._queued_bytes
     check_answers(machine)
 
 
 def check_answers(machine: Machine) -> None:
     node = machine.pair.d
     for request_id, reason in node.finish.items():
-        name = request_id.partition("_")[2].removesuffix("-d")
-        leg = machine.legs[int(name[1:])]
         if reason is FinishReason.ERROR:
             assert machine.setting.policy == "fail" and not node.tokens[request_id]
         else:
-            assert node.tokens[request_id] == answer(name, min(leg.max_tokens, 144 - leg.prompt))
+            assert node.tokens[request_id] == answer(*machine.wanted(request_id))
 
 
 @given(worlds, st.lists(legs, min_size=1, max_size=7))
@@ -215,18 +177,13 @@ def test_whatever_happens(setting: Setting, all_legs: list[Leg]) -> None:
     assert Machine(setting, all_legs).run() == story
 
 
-def bones(machine: Machine) -> list[Any]:
-    """Every step without its tokens."""
-    return [(node.name, step.at_ns, step.transitions, step.stats) for node in machine.nodes for step in node.steps]
-
-
 @given(worlds.map(lambda setting: replace(setting, late_aborts=False)), st.lists(legs, min_size=1, max_size=7))
 @settings(max_examples=25, deadline=None)
 def test_the_engine_for_virtual_time_does_the_same(setting: Setting, all_legs: list[Leg]) -> None:
     plain, in_runs = Machine(setting, all_legs), Machine(setting, all_legs, RunConnectorEngine)
     plain.run()
     in_runs.run()
-    assert bones(plain) == bones(in_runs)
+    assert plain.bones() == in_runs.bones()
     assert plain.pair.asked == in_runs.pair.asked
 
 
@@ -251,11 +208,19 @@ def test_in_calm_weather_every_answer_is_the_single_server_s_and_nobody_has_to_b
     assert not any(machine.pair.d.counters.values()) and not any(machine.pair.p.counters.values())
 
 
-def test_nothing_stays_behind_when_each_client_leaves_the_decode_at_each_moment() -> None:
-    """One request, both legs at once, its decode's client gone at every 500 ns of its life."""
-    leg = Leg(0, 0, 60, 0, 6, 1, None, None, False, "")
-    for after_ns in range(0, 40_000, 500):
-        machine = Machine(CALM, [replace(leg, abort_decode_ns=after_ns)])
+@pytest.mark.parametrize("leaves", ["the decode", "the prefill", "both"])
+@pytest.mark.parametrize("gap_ns", [-4_000, 0, 20_000], ids=["decode first", "at once", "prefill first"])
+def test_nothing_stays_behind_when_a_client_leaves_at_each_moment(gap_ns: int, leaves: str) -> None:
+    """One request, with its client gone at every 500 ns of the life of one leg or of each."""
+    leg = Leg(0, gap_ns, 60, 0, 6, 1, None, None, False, "")
+    ends: Counter[FinishReason | None] = Counter()
+    for after_ns in range(0, 30_000, 500):
+        prefill_ns = None if leaves == "the decode" else after_ns
+        decode_ns = None if leaves == "the prefill" else after_ns
+        machine = Machine(CALM, [replace(leg, abort_prefill_ns=prefill_ns, abort_decode_ns=decode_ns)])
         machine.run()
         check(machine)
-        assert not any(machine.pair.p.counters.values()), f"aborted after {after_ns} ns"
+        ends[machine.pair.d.finish.get("r0-d")] += 1
+        if leaves == "the decode":
+            assert not any(machine.pair.p.counters.values()), f"aborted after {after_ns} ns"
+    assert (FinishReason.ERROR in ends) == (leaves == "the prefill")

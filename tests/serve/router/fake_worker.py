@@ -6,11 +6,13 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
+import pytest
 import uvicorn
 from tests.serve.live import PATIENCE_S
 
 from windtunnel.serve.asgi import read_body, send_bytes
 from windtunnel.serve.beside import Quiet
+from windtunnel.serve.router import proxy
 from windtunnel.serve.router.app import RouterApp
 from windtunnel.serve.router.config import RouterConfig
 from windtunnel.serve.router.server import uvicorn_config
@@ -101,7 +103,11 @@ async def workers(*statuses: int) -> AsyncIterator[list[FakeWorker]]:
 @contextlib.asynccontextmanager
 async def router(**fields: Any) -> AsyncIterator[str]:
     config = RouterConfig(port=0, **fields)
-    app = RouterApp(config)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            proxy, "CONNECT_S", PATIENCE_S
+        )  # a machine that stands still for its five seconds is no worker that is gone
+        app = RouterApp(config)
     async with serving(uvicorn_config(config, app)) as url:
         yield url
     await app.close()

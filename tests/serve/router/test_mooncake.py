@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator
+from typing import Any
 
 import httpx
 import pytest
@@ -13,8 +14,9 @@ from tests.serve.vllm_pd.mooncake_pair import MooncakePair, counters, mooncake
 from tests.serve.vllm_pd.pair import COMPLETION, engine_of, until
 
 from windtunnel.cli.router import parse
+from windtunnel.core.vllm.connector.params import MAX_RANKS
 from windtunnel.wire.sglang.pairing import PrefillAddress
-from windtunnel.wire.vllm.mooncake import EngineEntry, engine_ids, query_answer
+from windtunnel.wire.vllm.mooncake import EngineEntry, MooncakeError, engine_ids, query_answer
 from windtunnel.wire.vllm.pairing import mooncake_bodies
 
 PATH = "/v1/completions"
@@ -86,7 +88,7 @@ async def test_without_a_bootstrap_server_it_is_a_503() -> None:
 
 async def test_legs_that_clients_have_left_have_a_limit() -> None:
     async with workers(200, 200, 200) as (p, d, boot):
-        boot.answer = json.loads(query_answer({0: EngineEntry("e", {0: {0: "tcp://127.0.0.1:1"}})}))
+        boot.answer = says("e")
         p.go.clear()
         d.go.clear()
         prefills = (PrefillAddress(p.url, "127.0.0.1", int(boot.url.rpartition(":")[2])),)
@@ -105,6 +107,39 @@ async def test_legs_that_clients_have_left_have_a_limit() -> None:
                 async with asyncio.timeout(PATIENCE_S):
                     while (await client.post(url + PATH, json=COMPLETION)).status_code != 200:
                         """The answers of the prefills are still on their way."""
+
+
+async def test_a_prefill_that_was_restarted_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What its bootstrap server has said grows old; a server that says nothing good changes nothing."""
+    monkeypatch.setattr("windtunnel.serve.router.mooncake.AGAIN_S", 0.0)
+    async with workers(200, 200, 200) as (p, d, boot), httpx.AsyncClient(timeout=PATIENCE_S) as client:
+        prefills = (PrefillAddress(p.url, "127.0.0.1", int(boot.url.rpartition(":")[2])),)
+        async with router(mooncake=True, prefills=prefills, decodes=(d.url,)) as url:
+
+            async def engine_id() -> str:
+                assert (await client.post(url + PATH, json=COMPLETION)).status_code == 200
+                told: str = d.bodies[-1]["kv_transfer_params"]["remote_engine_id"]
+                return told
+
+            boot.answer = says("old")
+            assert await engine_id() == "old"
+            boot.answer = {"0": "nonsense"}
+            assert [await engine_id() for _ in range(3)] == ["old"] * 3
+            boot.answer = says("new")
+            async with asyncio.timeout(PATIENCE_S):
+                while await engine_id() != "new":
+                    """The answer is on its way beside a request."""
+
+
+def says(engine_id: str) -> Any:
+    """What a bootstrap server answers."""
+    return json.loads(query_answer({0: EngineEntry(engine_id, {0: {0: "tcp://127.0.0.1:1"}})}))
+
+
+def test_more_engines_than_anybody_has_are_no_answer() -> None:
+    many = query_answer({rank: EngineEntry("e", {}) for rank in range(MAX_RANKS + 1)})
+    with pytest.raises(MooncakeError, match="1025 engines are registered: must be 1 to 1024"):
+        engine_ids(many)
 
 
 def test_the_bodies() -> None:

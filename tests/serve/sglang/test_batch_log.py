@@ -39,7 +39,7 @@ def test_a_prefill_line(told: pytest.LogCaptureFixture) -> None:
 
 
 def test_decode_lines_of_a_unified_and_of_a_decode_worker(told: pytest.LogCaptureFixture) -> None:
-    queues = {"num_decode_prealloc_queue_reqs": 1, "num_decode_transfer_queue_reqs": 2, "num_retracted_reqs": 3}
+    queues = {"num_decode_prealloc_queue_reqs": 1, "num_decode_transfer_queue_reqs": 2, "decode_retracted_queue_reqs": 3}
     for extra in (GAUGES | {"num_retracted_reqs": 9}, GAUGES | queues):
         BatchLog().on_step(0, StepOutput(0, TOKENS, stats=StepStats(4, 5, 0, 0.5, decode_tokens=160, extra=extra)), 0)
     start, end = (

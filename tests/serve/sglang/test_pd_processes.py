@@ -13,8 +13,10 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.serve.live import serving
 
-from windtunnel.serve.up.plan import UpError, preset, read, with_args
+from windtunnel.serve.flags import parse_args
+from windtunnel.serve.up.plan import Ports, UpError, preset, read, with_args
 from windtunnel.serve.up.processes import Fleet, Up
 
 PATIENCE_S = 60
@@ -65,14 +67,12 @@ async def running(router: Any = "windtunnel", **args: list[str]) -> AsyncIterato
         await fleet.stop()
 
 
-async def unified_answer(body: dict[str, Any]) -> dict[str, Any]:
-    fleet = Fleet(type(preset("sglang"))(preset("sglang", workers=1).servers, "none", liveness_s=0))
-    try:
-        up = await fleet.start()
-        async with httpx.AsyncClient(timeout=PATIENCE_S, trust_env=False) as client:
-            return (await client.post(f"{up.url}/v1/completions", json=body)).json()  # type: ignore[no-any-return]
-    finally:
-        await fleet.stop()
+async def unified_answer(body: dict[str, Any], engine: str = "sglang") -> dict[str, Any]:
+    """Of a server of `up` that is alone. It is no process of its own: only its words count here."""
+    (one,) = preset(engine, workers=1).servers
+    words = [Ports({one.name: 0}).fill(word, one.name) for word in one.args]
+    async with serving(parse_args(words).config) as server, httpx.AsyncClient(timeout=PATIENCE_S, trust_env=False) as client:
+        return (await client.post(f"{server.url}/v1/completions", json=body)).json()  # type: ignore[no-any-return]
 
 
 async def test_the_text_is_the_unified_servers_and_everything_is_given_back() -> None:
@@ -83,6 +83,7 @@ async def test_the_text_is_the_unified_servers_and_everything_is_given_back() ->
         both = await pd.client.post(
             f"{pd.up.url}/generate", json={"text": [PROMPT, "[wt:9] b"], "sampling_params": {"max_new_tokens": 3}}
         )
+        await a_request_without_a_room_is_refused(pd)
         await pd.until_empty()
     unified = await unified_answer(body)
     text = unified["choices"][0]["text"]
@@ -92,6 +93,17 @@ async def test_the_text_is_the_unified_servers_and_everything_is_given_back() ->
     assert "".join(event["choices"][0]["text"] for event in events) == text
     assert stream.rstrip().endswith("data: [DONE]")
     assert [one["meta_info"]["finish_reason"]["type"] for one in both.json()] == ["length", "length"]
+
+
+async def a_request_without_a_room_is_refused(pd: Running) -> None:
+    for name in ("prefill", "decode"):
+        answer = await pd.client.post(
+            f"{pd.up.servers[name]}/v1/completions", json={"model": "windtunnel", "prompt": "a", "max_tokens": 2}
+        )
+        assert answer.status_code == 400
+        assert "Disaggregated request received without bootstrap room id" in answer.text
+    health = [await pd.client.get(f"{url}/health") for url in pd.up.servers.values()]
+    assert [one.status_code for one in health] == [200, 200]
 
 
 async def test_a_client_that_leaves_frees_both_legs() -> None:
@@ -162,18 +174,6 @@ async def test_a_killed_decode_is_reported_by_the_transport() -> None:
             return not any((await pd.debug("prefill"))["outstanding"].values())
 
         await pd.until(idle)
-
-
-async def test_a_request_without_a_room_is_refused() -> None:
-    async with running() as pd:
-        for name in ("prefill", "decode"):
-            answer = await pd.client.post(
-                f"{pd.up.servers[name]}/v1/completions", json={"model": "windtunnel", "prompt": "a", "max_tokens": 2}
-            )
-            assert answer.status_code == 400
-            assert "Disaggregated request received without bootstrap room id" in answer.text
-        health = [await pd.client.get(f"{url}/health") for url in pd.up.servers.values()]
-        assert [one.status_code for one in health] == [200, 200]
 
 
 async def test_up_says_where_it_is_and_stops_when_asked() -> None:

@@ -73,9 +73,23 @@ async def test_a_stream_is_part_of_its_session_too() -> None:
         told = events((await client.post("/generate", json=turn(FIRST, "a") | {"stream": True})).text)
         assert told[-2]["meta_info"]["completion_tokens"] == 5
         assert (await say(client, turn([7], "b", "a")))["meta_info"]["prompt_tokens"] == 24 + 5 + 1
-        openai = {"model": "m", "prompt": [8, 9], "max_tokens": 2, "rid": "c", "session_params": {"id": "s", "rid": "b"}}
-        answer = (await client.post("/v1/completions", json=openai)).json()
-        assert answer["usage"]["prompt_tokens"] == 30 + 5 + 2
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": [8, 9]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "x"}]}),
+    ],
+)
+async def test_only_the_native_route_makes_something_of_session_params(path: str, body: dict[str, Any]) -> None:
+    """The models of the OpenAI routes have the field, and nothing in `serving_*.py` reads it."""
+    async with talking() as (_server, client):
+        asked = {"model": "m", "max_tokens": 2, **body}
+        plain = (await client.post(path, json=asked)).json()
+        told = await client.post(path, json=asked | {"session_params": {"id": "nowhere", "rid": "b"}})
+        assert told.status_code == 200 and told.json()["usage"] == plain["usage"]
 
 
 @pytest.mark.parametrize(
@@ -84,6 +98,7 @@ async def test_a_stream_is_part_of_its_session_too() -> None:
         ({"drop_previous_output": True}, 24 + 2),
         ({"offset": 10}, 10 + 2),
         ({"offset": 26, "drop_previous_output": True}, 24 + 2),
+        ({"offset": -9}, 24 + 5 - 9 + 2),
     ],
 )
 async def test_less_of_what_comes_before(params: dict[str, Any], prompt_tokens: int) -> None:
@@ -126,9 +141,6 @@ async def test_what_cannot_be_is_a_400_or_an_event_of_a_native_stream() -> None:
         assert await refusal(client, turn(FIRST, "a")) == gone
         native = await client.post("/generate", json=turn(FIRST, "a") | {"stream": True})
         assert native.status_code == 200 and events(native.text)[0]["error"]["message"] == gone
-        openai = {"model": "m", "prompt": "x", "stream": True, "session_params": {"id": "s"}}
-        streamed = await client.post("/v1/completions", json=openai)
-        assert (streamed.status_code, streamed.json()["message"]) == (400, gone)
         await opened(client)
         assert await refusal(client, turn(FIRST, "b", "a")) == "Invalid request session id"
         again = await client.post("/open_session", json={"capacity_of_str_len": 1, "session_id": "s"})
@@ -165,6 +177,19 @@ async def test_replace_ends_a_request_at_work() -> None:
         server.server.engine.check_integrity()
 
 
+async def test_each_request_of_a_dropped_tree_is_ended_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not once for each that it has gone on from: a chain of 1,000 turns would be half a million."""
+    async with talking() as (server, client):
+        await opened(client)
+        names = ["a", "b", "c", "d"]
+        for name, before in zip(names, [None, *names], strict=False):
+            await say(client, turn([1, 2, 3], name, before))
+        ended: list[str] = []
+        monkeypatch.setattr(server.server.jobs, "abort_by_id", ended.extend)
+        await say(client, turn([1, 2, 3], "e", replace=True))
+        assert sorted(ended) == names
+
+
 async def test_a_session_that_is_left_alone_is_closed() -> None:
     """With a timeout of nothing the name is free again at once, and what was in the session is gone."""
     async with talking() as (_server, client):
@@ -179,10 +204,75 @@ async def test_the_context_is_that_of_the_joined_prompt() -> None:
     async with talking(scheduler__max_model_len=40, sglang__page_size=1) as (server, client):
         await opened(client)
         await say(client, turn(FIRST, "a"))
-        assert "maximum context length" in await refusal(client, turn([7], "b", "a", max_new_tokens=11))
-        assert "longer than the model's context" in await refusal(client, turn([7] * 11, "b", "a", max_new_tokens=1))
-        await say(client, turn([7], "b", "a", max_new_tokens=10))
+        told = await say(client, turn([7], "b", "a", max_new_tokens=30))
+        assert told["meta_info"]["completion_tokens"] == 39 - 30 - 1 and told["meta_info"]["finish_reason"]["type"] == "length"
+        long = "Input length (39 tokens) exceeds the maximum allowed length (34 tokens)."
+        assert (await refusal(client, turn([7] * 10, "c", "a", max_new_tokens=1))).startswith(long)
+        assert (await say(client, turn([7], "d", "c")))["meta_info"]["prompt_tokens"] == 1 + 1 + 1
         server.server.engine.check_integrity()
+
+
+async def test_what_the_queue_has_no_place_for_keeps_its_own_in_the_session() -> None:
+    """It never gets a finish reason, so that only `replace` goes on from it; so does one that is aborted while it waits."""
+    narrow = {"sglang__max_queued_requests": 1, "sglang__max_running_requests": 1, "pacing__itl_ns": NEVER_NS}
+    async with talking(**narrow) as (server, client):
+        await opened(client)
+        await say(client, turn(FIRST, "a", max_new_tokens=1))
+        running = asyncio.ensure_future(client.post("/generate", json=turn(FIRST, "r", max_new_tokens=9)))
+        await server.until(lambda: server.states() == ["decode"])
+        waiting = asyncio.ensure_future(client.post("/generate", json=turn([7], "w", "a", max_new_tokens=1)))
+        await server.until(lambda: sorted(server.states()) == ["decode", "queued"])
+        full = await client.post("/generate", json=turn([8], "f", "a", max_new_tokens=1))
+        assert (full.status_code, full.json()["message"]) == (503, "The request queue is full.")
+        for rid in ("w", "r"):
+            await client.post("/abort_request", json={"rid": rid})
+        assert (await waiting).json()["meta_info"]["finish_reason"]["message"] == "Abort in waiting queue"
+        assert (await running).json()["meta_info"]["finish_reason"]["type"] == "abort"
+        for rid in ("w", "f"):
+            unfinished = "Session request is appending to a request that hasn't finished."
+            assert await refusal(client, turn([9], "x", rid, max_new_tokens=1)) == unfinished
+            told = await say(client, turn([9], f"{rid}2", rid, replace=True, max_new_tokens=1))
+            assert told["meta_info"]["prompt_tokens"] == 24 + 1 + 1 + 1
+        assert (await say(client, turn([9], "r2", "r", max_new_tokens=1)))["meta_info"]["prompt_tokens"] == 24 + 1 + 1
+
+
+async def test_what_cannot_join_has_no_place() -> None:
+    async with talking() as (_server, client):
+        await opened(client)
+        await say(client, turn(FIRST, "a"))
+        assert await refusal(client, turn([7], "b", "nobody")) == "Invalid request session id"
+        assert await refusal(client, turn([7], "c", "b")) == "Invalid request session id"
+        await say(client, turn([7], "b", "a"))
+        assert await refusal(client, turn([], "c")) == "A session request must contain input tokens after restoring history."
+        assert await refusal(client, turn([7], "d", "c")) == "Invalid request session id"
+
+
+async def test_the_session_may_be_the_whole_prompt() -> None:
+    async with talking() as (_server, client):
+        await opened(client)
+        await say(client, turn(FIRST, "a"))
+        assert (await say(client, turn([], "b", "a")))["meta_info"]["prompt_tokens"] == 24 + 5
+        empty = await client.post("/generate", json={"input_ids": [], "sampling_params": {"max_new_tokens": 1}})
+        assert empty.status_code == 400
+
+
+async def test_an_answer_that_a_stop_text_has_ended_goes_on_at_once_from_what_its_client_saw() -> None:
+    async with talking() as (_server, client):
+        await opened(client)
+        whole = await say(client, {"input_ids": FIRST, "sampling_params": {"max_new_tokens": 6, "ignore_eos": True}})
+        third = whole["text"].split()[2]
+        asked = turn(FIRST, "a", max_new_tokens=50)
+        asked["sampling_params"] |= {"stop": [third]}
+        told = await say(client, asked)
+        assert told["meta_info"]["finish_reason"]["matched"] == third
+        more = await say(client, turn([7], "b", "a"))
+        assert more["meta_info"]["prompt_tokens"] == 24 + told["meta_info"]["completion_tokens"] + 1
+
+
+async def test_a_session_by_two_names() -> None:
+    async with talking() as (_server, client):
+        told = await refusal(client, turn(FIRST, "a") | {"session_id": "s"})
+        assert told == "session_id and session_params cannot both be set."
 
 
 async def test_an_id_that_is_at_work_leaves_the_session_as_it_is() -> None:
@@ -204,11 +294,11 @@ async def test_an_id_that_is_at_work_leaves_the_session_as_it_is() -> None:
 @pytest.mark.parametrize(
     "asked",
     [
-        b'{"timeout": 1e999}',
-        b'{"timeout": NaN}',
-        b'{"timeout": -1}',
-        b'{"timeout": 1%b}' % (b"0" * 400),
-        b'{"session_id": "%b"}' % (b"s" * 1025),
+        b'{"capacity_of_str_len": 1, "timeout": 1e999}',
+        b'{"capacity_of_str_len": 1, "timeout": NaN}',
+        b'{"capacity_of_str_len": 1, "timeout": -1}',
+        b'{"capacity_of_str_len": 1, "timeout": 1%b}' % (b"0" * 400),
+        b'{"capacity_of_str_len": 1, "session_id": "%b"}' % (b"s" * 1025),
     ],
     ids=["infinite", "nan", "negative", "huge", "long"],
 )

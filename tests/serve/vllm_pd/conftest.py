@@ -1,4 +1,4 @@
-"""Prefill, decode and balancer of a test share an event loop: leases and reads take as long as it is given."""
+"""Both workers of a pair share an event loop: leases and patience are as long as the work that is done in them."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -6,11 +6,13 @@ from collections.abc import AsyncIterator
 import pytest
 from tests.own_time import own_time
 
+IN_ONE_LOOP = {"test_pair.py", "test_mooncake.py"}
+
 
 @pytest.fixture(autouse=True)
 async def unhurried(request: pytest.FixtureRequest) -> AsyncIterator[None]:
-    """Not for processes of their own, whose time is the wall's."""
-    if "processes" in request.node.nodeid:
+    """Not for other processes and threads, whose time is the wall's."""
+    if request.path.name not in IN_ONE_LOOP:
         yield
         return
     with own_time(asyncio.get_running_loop()):

@@ -75,16 +75,16 @@ def holds(server: LiveServer) -> int:
 
 def moving(server: LiveServer) -> int:
     """How many moves of blocks this server has under way."""
-    return len(_connection(server)._mover)
+    return len(_connection(server).transport._mover)
 
 
 def land(server: LiveServer) -> None:
     """They end."""
-    connection = _connection(server)
-    backend = connection._mover.backend
+    transport = _connection(server).transport
+    backend = transport._mover.backend
     for number in backend._handles:
         backend._schedule(number, now_ns())
-    connection.transport._set_alarm()
+    transport._set_alarm()
 
 
 def _connection(server: LiveServer) -> Any:

@@ -1,6 +1,9 @@
 """Mooncake over real sockets: the bootstrap server, both orders of the legs, clients that leave, processes that go."""
 
 import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -9,16 +12,29 @@ import pytest
 import zmq
 import zmq.asyncio
 from tests.serve.live import FOREVER_NS, PATIENCE_S, live
-from tests.serve.vllm_pd.mooncake_pair import CONSUMER, PRODUCER, counters, mooncake
-from tests.serve.vllm_pd.pair import COMPLETION, _connection, engine_of, holds, until
+from tests.serve.vllm_pd.mooncake_pair import CONSUMER, PRODUCER, MooncakePair, counters, mooncake
+from tests.serve.vllm_pd.pair import COMPLETION, HELD, _connection, at_rest, engine_of, holds, land, moving, until
 from tests.serve.vllm_pd.test_pair import BODIES, _text
 
 from windtunnel.core.vllm.connector.seam import Peer
-from windtunnel.serve.vllm_pd.bootstrap import WORKERS_LIMIT, Registry
+from windtunnel.serve.beside import Beside
+from windtunnel.serve.vllm_pd.bootstrap import WORKERS_LIMIT, Registry, build
 from windtunnel.wire.vllm.mooncake import Registration
 
 FAST: dict[str, Any] = {"pacing__time_scale": 400.0}
 """A patience of 1.2 s, for tests in which it runs out."""
+
+ONE_PLACE: dict[str, Any] = {"scheduler__max_num_seqs": 1, "pacing__itl_ns": FOREVER_NS}
+
+
+@contextlib.asynccontextmanager
+async def busy(pd: MooncakePair) -> AsyncIterator[None]:
+    """Somebody has the decode's only place; in the end everything is given back."""
+    other = asyncio.ensure_future(pd.client.post(f"{pd.d.url}/v1/completions", json=COMPLETION))
+    await until(lambda: pd.d.states() == ["decode"])
+    yield
+    other.cancel()
+    await pd.until_idle()
 
 
 def pulls(server: Any) -> int:
@@ -96,14 +112,41 @@ async def test_the_decode_may_come_long_before_the_prefill() -> None:
 # Clients that leave
 
 
-async def test_a_client_that_leaves_the_decode_while_it_is_written_to_frees_both() -> None:
-    async with mooncake({"kv_transfer__transfer_latency_ns": 300_000_000}) as pd:
+@pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
+async def test_a_client_that_leaves_the_decode_before_it_is_scheduled_lets_go(stream: bool) -> None:
+    async with mooncake(d=ONE_PLACE) as pd, busy(pd):
         transfer_id = pd.transfer()
         await pd.prefill(transfer_id)
-        client = await pd.leaving(pd.d, await pd.to_d(transfer_id))
-        await until(lambda: engine_of(pd.d).outstanding()["loads"] and pulls(pd.p))
+        client = await pd.leaving(pd.d, await pd.to_d(transfer_id), stream=stream)
+        await until(lambda: len(pd.d.states()) == 2)
+        client.leave("fin")
+        await until(lambda: at_rest(pd.p))
+        assert counters(pd.p) == counters(pd.d) == {}
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
+async def test_a_client_that_leaves_the_decode_while_it_is_written_to_frees_both(stream: bool) -> None:
+    async with mooncake(p=HELD) as pd:
+        transfer_id = pd.transfer()
+        await pd.prefill(transfer_id)
+        client = await pd.leaving(pd.d, await pd.to_d(transfer_id), stream=stream)
+        await until(lambda: moving(pd.p))
         client.leave("rst")
         await until(lambda: engine_of(pd.d).outstanding()["orphaned_loads"])
+        assert holds(pd.p) == 1
+        land(pd.p)
+        await pd.until_idle()
+        assert counters(pd.p) == counters(pd.d) == {}
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
+async def test_a_client_that_leaves_while_the_decode_generates(stream: bool) -> None:
+    async with mooncake(d={"pacing__itl_ns": FOREVER_NS}) as pd:
+        transfer_id = pd.transfer()
+        await pd.prefill(transfer_id)
+        client = await pd.leaving(pd.d, await pd.to_d(transfer_id), stream=stream)
+        await until(lambda: pd.d.states() == ["decode"] and at_rest(pd.p))
+        client.leave("fin")
         await pd.until_idle()
         assert counters(pd.p) == counters(pd.d) == {}
 
@@ -141,6 +184,60 @@ async def test_a_refused_decode_lets_go_of_the_prefills_blocks() -> None:
         assert counters(pd.p) == {}
 
 
+async def test_an_overloaded_decode_lets_go_of_the_prefills_blocks() -> None:
+    async with mooncake(d=ONE_PLACE | {"scheduler__max_num_queued_reqs": 1}) as pd, busy(pd):
+        transfer_id = pd.transfer()
+        await pd.prefill(transfer_id)
+        assert (await pd.decode(transfer_id)).status_code == 503
+        await until(lambda: at_rest(pd.p))
+        assert counters(pd.p) == counters(pd.d) == {}
+
+
+async def test_a_decode_that_is_refused_before_its_prefill_has_come_lets_go_as_soon_as_it_has() -> None:
+    async with mooncake() as pd:
+        transfer_id = pd.transfer()
+        assert (await pd.decode(transfer_id, body=COMPLETION | {"max_tokens": 10_000_000})).status_code == 400
+        await until(lambda: pulls(pd.p) == 1)
+        await pd.prefill(transfer_id)
+        await pd.until_idle()
+        assert counters(pd.p) == counters(pd.d) == {}
+
+
+# Failures, and n
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
+async def test_a_failed_write_is_an_error(stream: bool) -> None:
+    async with mooncake(p={"kv_transfer__fates": (("fail", 1.0),)}) as pd:
+        answer = await pd.both(body=COMPLETION | {"stream": stream})
+        if stream:
+            assert (answer.status_code, json.loads(answer.text.split("data: ")[1])["error"]["code"]) == (200, 500)
+        else:
+            assert answer.status_code == 500
+        assert (counters(pd.p), counters(pd.d), holds(pd.p)) == ({"failed_transfers": 1}, {"failed_recvs": 1}, 1)
+
+
+async def test_blocks_of_another_size_are_refused() -> None:
+    async with mooncake(d={"scheduler__block_size": 32, "kv_transfer__kv_load_failure_policy": "recompute"}) as pd:
+        answer = await pd.both()
+        alone = await pd.client.post(f"{pd.p.url}/v1/completions", json=COMPLETION)
+        assert answer.json()["choices"] == alone.json()["choices"]
+        assert (counters(pd.p), counters(pd.d), holds(pd.p)) == ({}, {"failed_recvs": 1}, 1)
+
+
+async def test_n_choices_share_one_transfer_and_strand_the_other_s_blocks() -> None:
+    """The router names one transfer for all: whoever holds last is pulled from, by both decodes."""
+    async with mooncake(p={"scheduler__enable_prefix_caching": False}) as pd:
+        transfer_id, body = pd.transfer(), COMPLETION | {"n": 2}
+        await pd.prefill(transfer_id, body=body)
+        assert engine_of(pd.p).outstanding() == {"holds": 1, "loads": 0, "orphaned_loads": 0, "stranded": 1, "pulls": 0}
+        answer = await pd.decode(transfer_id, body=body)
+        alone = await pd.client.post(f"{pd.p.url}/v1/completions", json=body)
+        assert answer.json()["choices"] == alone.json()["choices"]
+        await until(lambda: at_rest(pd.d) and not holds(pd.p))
+        assert engine_of(pd.p).outstanding()["stranded"] == 1 and counters(pd.d) == {}
+
+
 # What is not there
 
 
@@ -163,7 +260,7 @@ async def test_an_engine_that_the_bootstrap_server_does_not_know() -> None:
 
 async def test_what_bootstrap_servers_say_of_others_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients name these servers, so what they say has to end somewhere."""
-    monkeypatch.setattr("windtunnel.serve.vllm_pd.mooncake.MAX_PEERS", 2)
+    monkeypatch.setattr("windtunnel.serve.vllm_pd.base.MAX_PEERS", 2)
     async with mooncake() as pd:
         transport: Any = _connection(pd.d).transport
 
@@ -171,9 +268,25 @@ async def test_what_bootstrap_servers_say_of_others_is_not_kept(monkeypatch: pyt
             return {f"e{number}": "127.0.0.1:1" for number in range(100)}
 
         monkeypatch.setattr(transport, "_query", query)
-        for engine_id in ("e1", "e2", "e3"):
+        for engine_id in ("e1", "e2", "e1", "e3"):
             await transport._greet(Peer(engine_id, "127.0.0.1", 1))
-        assert list(transport._workers) == ["e2", "e3"]
+        assert [peer.engine_id for peer in transport._workers] == ["e1", "e3"]
+
+
+async def test_a_false_bootstrap_address_harms_nobody_else() -> None:
+    """A stranger's server says that the good engine is where nothing can be, before anybody has asked the good server."""
+    async with mooncake() as pd:
+        engine_id = engine_of(pd.p).connector.config.engine_id
+        registry = Registry()
+        registry.register(Registration(engine_id=engine_id, dp_rank=0, tp_rank=0, pp_rank=0, addr="tcp://nowhere"))
+        false = Beside(build(registry), "127.0.0.1", 0)
+        await false.start()
+        params = await pd.to_d(pd.transfer(), remote_bootstrap_addr=false.url)
+        lied = await pd.client.post(f"{pd.d.url}/v1/completions", json=COMPLETION | {"kv_transfer_params": params})
+        assert lied.status_code == 500
+        assert (await pd.both()).status_code == 200
+        await pd.until_idle()
+        await false.close()
 
 
 async def test_two_ranks_share_one_bootstrap_server() -> None:

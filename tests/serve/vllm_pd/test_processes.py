@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.serve.sglang.test_pd_processes import PATIENCE_S, PROMPT, Running
+from tests.serve.sglang.test_pd_processes import PATIENCE_S, PROMPT, Running, unified_answer
 
 from windtunnel.serve.nixl import library
 from windtunnel.serve.up.plan import Ports, UpError, preset, with_args
@@ -33,14 +33,10 @@ async def running(router: Any = "windtunnel", what: str = "vllm-pd", **args: lis
         await fleet.stop()
 
 
-async def _single(path: str, body: dict[str, Any]) -> dict[str, Any]:
-    fleet = Fleet(replace(preset("vllm", workers=1), router="none", liveness_s=0))
-    try:
-        up = await fleet.start()
-        async with httpx.AsyncClient(timeout=PATIENCE_S, trust_env=False) as client:
-            return (await client.post(up.url + path, json=body)).json()  # type: ignore[no-any-return]
-    finally:
-        await fleet.stop()
+def held_or_expired(part: dict[str, Any], connector: str) -> bool:
+    """A machine that stands still may let the time of the blocks pass before anybody looks; nothing else frees them."""
+    (counted,) = part["counters"]
+    return bool(part["outstanding"]["holds"] == 1 or counted.get(f"{connector}_num_kv_expired_reqs") == 1)
 
 
 async def _counters(pd: Running, name: str) -> dict[str, int]:
@@ -48,7 +44,8 @@ async def _counters(pd: Running, name: str) -> dict[str, int]:
     return {key.removeprefix("nixl_num_"): value for key, value in counted.items() if value}
 
 
-async def test_the_text_is_the_single_servers_and_everything_is_given_back() -> None:
+async def test_the_text_is_the_single_servers_and_everything_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("windtunnel.serve.up.processes.TERM_PATIENCE_S", PATIENCE_S)  # a busy machine's processes end later
     async with running() as pd:
         answer = (await pd.client.post(f"{pd.up.url}/v1/completions", json=BODY)).json()
         stream = (await pd.client.post(f"{pd.up.url}/v1/completions", json={**BODY, "stream": True})).text
@@ -56,7 +53,7 @@ async def test_the_text_is_the_single_servers_and_everything_is_given_back() -> 
         metrics = (await pd.client.get(f"{pd.up.servers['decode']}/metrics")).text
         processes = dict(pd.fleet._processes)
     assert {name: process.returncode for name, process in processes.items()} == dict.fromkeys(processes, 0), "asked to stop"
-    single = await _single("/v1/completions", BODY)
+    single = await unified_answer(BODY, "vllm")
     assert answer["choices"] == single["choices"]
     events = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {")]
     assert "".join(event["choices"][0]["text"] for event in events) == single["choices"][0]["text"]
@@ -107,7 +104,7 @@ async def test_a_killed_decode_leaves_the_prefill_to_its_lease() -> None:
         await pd.until(reading)
         os.kill(pd.pid("decode"), signal.SIGKILL)
         assert (await asking).status_code == 502
-        assert (await pd.debug("prefill"))["outstanding"]["holds"] == 1
+        assert held_or_expired(await pd.debug("prefill"), "nixl")
 
         async def freed() -> bool:
             return not any((await pd.debug("prefill"))["outstanding"].values())
@@ -120,7 +117,7 @@ async def test_push_by_the_same_command() -> None:
     async with running(everybody=["--kv-transfer-config.kv_connector", "NixlPushConnector"]) as pd:
         answer = (await pd.client.post(f"{pd.up.url}/v1/completions", json=BODY)).json()
         await pd.until_empty()
-    assert answer["choices"] == (await _single("/v1/completions", BODY))["choices"]
+    assert answer["choices"] == (await unified_answer(BODY, "vllm"))["choices"]
 
 
 def test_a_pair_that_a_router_does_not_know_is_refused() -> None:
@@ -141,7 +138,7 @@ async def test_the_text_is_the_single_servers_with_real_bytes(connector: str) ->
         answer = (await pd.client.post(f"{pd.up.url}/v1/completions", json=BODY)).json()
         await pd.until_empty()
         assert await _counters(pd, "prefill") == await _counters(pd, "decode") == {}
-    assert answer["choices"] == (await _single("/v1/completions", BODY))["choices"]
+    assert answer["choices"] == (await unified_answer(BODY, "vllm"))["choices"]
 
 
 @needs_nixl

@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,17 +16,19 @@ from windtunnel.serve.engines import make_pacing
 from windtunnel.serve.flags import parse_args
 
 
-def trace(folder: Path) -> Path:
-    rows = [
+def rows_of(clients: int, count: int = 15, **fields: object) -> list[dict[str, object]]:
+    return [
         {
             "concurrency": clients, "start_s": one.sent_s, "prompt_tokens": one.prompt_tokens,
-            "output_tokens": one.output_tokens, "headers_ms": 2.0, "e2e_ms": one.e2e_ms, "chunks": one.chunks,
+            "output_tokens": one.output_tokens, "headers_ms": 2.0, "e2e_ms": one.e2e_ms, "chunks": one.chunks, **fields,
         }
-        for clients in (1, 3)
-        for one in measured(clients, 15).requests
+        for one in measured(clients, count).requests
     ]  # fmt: skip
-    path = folder / "trace.jsonl"
-    path.write_text("\n".join(json.dumps(row) for row in rows), "utf-8")
+
+
+def trace(folder: Path, rows: Sequence[object] = (), name: str = "trace.jsonl") -> Path:
+    path = folder / name
+    path.write_text("\n".join(json.dumps(row) for row in rows or [*rows_of(1), *rows_of(3)]), "utf-8")
     return path
 
 
@@ -43,8 +46,8 @@ def test_a_trace_becomes_a_profile_that_serve_takes(tmp_path: Path) -> None:
     assert profile is not None and profile.source == "trace.jsonl: c=1; seed 0"
 
 
-def cpu_file(folder: Path, *rows: dict[str, object]) -> Path:
-    path = folder / "cpu.jsonl"
+def cpu_file(folder: Path, *rows: dict[str, object], name: str = "cpu.jsonl") -> Path:
+    path = folder / name
     path.write_text("\n".join(json.dumps(row) for row in rows), "utf-8")
     return path
 
@@ -59,6 +62,50 @@ def test_other_jobs_of_the_machine_are_an_input_of_fit_and_prediction(tmp_path: 
     assert result.stdout != beside.stdout
     pacing = make_pacing(parse_args(["m", "--profile", str(out), "--other-jobs", "0.5"]).config.pacing, random.Random(0))
     assert isinstance(pacing, ProfilePacing) and pacing.other_jobs.at(0) == 0.5 and pacing.profile.machine.cores == 2
+
+
+@pytest.fixture
+def two_passes(tmp_path: Path) -> tuple[Path, Path]:
+    """Pass `a` has a lone client; pass 7, in a file of its own, has neither that nor a concurrency that is fitted."""
+    first = trace(tmp_path, rows_of(1, **{"pass": "a"}), "a.jsonl")
+    open_loop = rows_of(3, **{"pass": 7, "concurrency": None, "poisson_rate_rps": 5})
+    return first, trace(tmp_path, [*rows_of(3, **{"pass": 7}), *open_loop], "b.jsonl")
+
+
+def test_passes_without_a_run_to_fit_are_predicted_with_the_profile_of_all(
+    tmp_path: Path, two_passes: tuple[Path, Path]
+) -> None:
+    out = tmp_path / "profile.json"
+    result = run(*two_passes, "--seeds", "1", "--out", out)
+    assert result.exit_code == 0, result.output
+    assert [line.split(" |")[0] for line in result.stdout.splitlines() if line.startswith("| pass")] == [
+        "| pass a c=1 (fitted)", "| pass 7 c=3", "| pass 7 5 rps",
+    ]  # fmt: skip
+    assert "--fit-concurrency: no run has 8 clients; there are pass a c=1, pass 7 c=3, pass 7 5 rps" in result.stderr
+    assert "the cost of a decoding sequence is a guess" in result.stderr
+    alone = run(two_passes[1], "--profile", out, "--seeds", "1")
+    assert alone.exit_code == 0 and "of 16 predictions hit" in alone.stdout
+
+
+def test_what_other_jobs_took_may_be_known_in_parts_and_what_is_not_is_said(
+    tmp_path: Path, two_passes: tuple[Path, Path]
+) -> None:
+    given = (*two_passes, "--fit-concurrency", "1", "--seeds", "1", "--cores", "2")
+    part = cpu_file(tmp_path, {"pass": "a", "t_s": 0.5, "other_cores": 0.0})
+    result = run(*given, "--cpu", part)
+    assert result.exit_code == 0, result.output
+    assert "pass 7: --cpu has no line of it: its runs are taken as undisturbed" in result.stderr
+    assert "pass a c=1: --cpu ends at 0.5 s and the last request is sent at" in result.stderr
+    rest = cpu_file(tmp_path, {"pass": 7, "t_s": 60, "other_cores": 1.0}, name="rest.jsonl")
+    both = run(*given, "--cpu", part, "--cpu", rest)
+    assert both.exit_code == 0 and "pass 7" not in both.stderr
+    assert both.stdout != result.stdout
+
+
+def test_two_traces_with_runs_of_one_name_are_both_in_the_table(tmp_path: Path) -> None:
+    twice = [trace(tmp_path, rows_of(1), name) for name in ("a.jsonl", "b.jsonl")]
+    result = run(*twice, "--fit-concurrency", "1", "--seeds", "1")
+    assert "| c=1 (fitted) |" in result.stdout and "| c=1 (2) (fitted) |" in result.stdout
 
 
 def test_what_is_wrong_with_a_cpu_file_is_said(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from windtunnel.sim.calibrate.cpu import beside_other_jobs
 from windtunnel.sim.calibrate.fit import fit
 from windtunnel.sim.calibrate.lone import FitError, lones, unseen
 from windtunnel.sim.calibrate.measured import Measured, Run
-from windtunnel.sim.calibrate.prediction import markdown, predict
+from windtunnel.sim.calibrate.prediction import markdown, predict, summary
 from windtunnel.sim.calibrate.replay import EngineLimits, replay
 
 LIMITS = EngineLimits(max_num_seqs=16, max_num_batched_tokens=2048, block_size=16)
@@ -157,3 +157,27 @@ def test_a_miss_that_the_measurement_is_no_surer_than_is_told_from_others() -> N
     off = replace(tail, measured_low_ms=0.7 * tail.measured_ms, predicted_ms=0.75 * tail.measured_ms)
     assert off.within_sampling_error and not off.hit and "** °" in markdown([off])
     assert not replace(off, predicted_ms=0.6 * tail.measured_ms).within_sampling_error
+
+
+def test_a_run_that_changed_half_way_is_beyond_any_profile() -> None:
+    requests = [Measured(1.0 * at, 16, 3, ((5.0, 1), (10.0, 2), (15.0, 3)), 15.1) for at in range(20)]
+    slower = [replace(one, chunks=((5.0, 1), (12.0, 2), (19.0, 3))) for one in requests[10:]]
+    rows = predict([Run("c=1", 1, requests[:10] + slower)], [], lambda _run: TRUTH, LIMITS, (1,))
+    gap, first = (next(row for row in rows if (row.quantity, row.percentile) == (name, 50)) for name in ("itl", "ttft"))
+    assert [real for real, _ours in gap.halves] == [5.0, 7.0] and gap.measured_ms == 6.0
+    assert not gap.alike and not gap.steady and gap.within_reach == 0.0
+    assert first.alike and first.steady and first.within_reach == 1.0
+    assert gap.resampled_share < first.resampled_share == 1.0
+    off = replace(gap, predicted_ms=4.0, measured_high_ms=9.0, measured_low_ms=5.0)
+    assert markdown([off]).endswith("** ≠ |")
+    assert summary([off, first])[0].startswith("Left out: ")
+
+
+def test_what_halves_asked_for_is_no_change() -> None:
+    """Twice the output tokens take twice as long, and the prediction knows that."""
+    run = measured(1, 20)
+    short, long = ([replace(one, output_tokens=count) for one in run.requests] for count in (8, 16))
+    asked = [replace(one, sent_s=0.1 * at) for at, one in enumerate([*short, *long])]
+    rows = predict([replay(Run("c=1", 1, asked), TRUTH, LIMITS, seed=3)], [], lambda _run: TRUTH, LIMITS, (1, 2))
+    whole = next(row for row in rows if (row.quantity, row.percentile) == ("e2e", 50))
+    assert not whole.alike and whole.steady

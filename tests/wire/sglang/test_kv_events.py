@@ -7,6 +7,7 @@ from typing import Any
 import msgpack
 
 from windtunnel.core.outputs import AllBlocksCleared, BlockRemoved, BlockStored
+from windtunnel.core.sglang.hashing import ROOT
 from windtunnel.core.sglang.pages import PagePool
 from windtunnel.core.sglang.radix import RadixCache
 from windtunnel.wire.sglang.kv_events import SglangEventCodec
@@ -74,7 +75,7 @@ def test_only_neighbours_that_continue_each_other_are_one() -> None:
 def test_the_hash_is_the_first_sixteen_hex_digits_as_a_signed_integer() -> None:
     pool = PagePool(8, 2)
     tree = RadixCache(pool, collect_events=True)
-    tree.insert((5, 6, 7, 8), pool.allocate(2, "me"), "me", 0)
+    tree.insert((5, 6, 7, 8), pool.allocate(2, "me"), "me", tree.root(ROOT))
     (told,) = encoded(SglangEventCodec(), *tree.take_events())
     first = sha256(pack("<2I", 5, 6))
     second = sha256(first.digest() + pack("<2I", 7, 8))

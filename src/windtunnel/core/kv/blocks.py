@@ -17,7 +17,8 @@ and a prompt of 100,000 tokens takes ten thousand looks while everybody waits.)
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import takewhile
+from itertools import repeat, takewhile
+from typing import cast
 
 from windtunnel.core.kv.hashing import ShownKeys
 from windtunnel.core.kv.tiers import DISK, HOST, Tier
@@ -71,22 +72,47 @@ class BlockPool:
     def cached_hashes(self) -> frozenset[bytes]:
         return frozenset(self._cached)
 
-    def lookup(self, hashes: Sequence[bytes], limit: int) -> list[int]:
-        """The blocks of the longest cached prefix, at most `limit`. They are not held until `touch`."""
-        found: list[int] = []
+    def lookup(self, hashes: Sequence[bytes], limit: int, foreseen: Sequence[int] = ()) -> list[int]:
+        """The blocks of the longest cached prefix, at most `limit`. They are not held until `touch`.
+
+        `foreseen` is what `foresee` found earlier: what of it still holds is not looked up again.
+        """
+        found = self._still(hashes, foreseen[:limit])
         block_of = self._cached.__getitem__
-        for at in range(0, min(limit, len(hashes)), _LOOKUP_AT_ONCE):
+        for at in range(len(found), min(limit, len(hashes)), _LOOKUP_AT_ONCE):
             part = hashes[at : min(at + _LOOKUP_AT_ONCE, limit)]
             try:
                 found += list(map(block_of, part))
             except KeyError:
-                found += map(block_of, takewhile(self._cached.__contains__, part))
+                found += takewhile(bool, map(self._cached.get, part, repeat(NULL_BLOCK)))
                 break
         return found
 
-    def lookup_tiers(self, hashes: Sequence[bytes], limit: int) -> list[int]:
+    def _still(self, hashes: Sequence[bytes], foreseen: Sequence[int]) -> list[int]:
+        """The longest prefix of `foreseen`, in whole parts, whose blocks carry these hashes."""
+        for at in range(0, len(foreseen), _LOOKUP_AT_ONCE):
+            part = foreseen[at : at + _LOOKUP_AT_ONCE]
+            if list(map(self._hash_of.__getitem__, part)) != hashes[at : at + len(part)]:
+                return list(foreseen[:at])
+        return list(foreseen)
+
+    def foresee(self, hashes: list[bytes]) -> list[int]:
+        """What `lookup` finds at this moment. In `hashes` the pool's own objects take the place of equal ones.
+
+        A lookup costs several cache misses for each block; whether a block still carries the same object shows at a glance.
+        This is the only method that another thread may call: each look into a dictionary or list is whole in CPython.
+        """
+        found = self.lookup(hashes, len(hashes))
+        for at in range(0, len(found), _LOOKUP_AT_ONCE):
+            stop = min(at + _LOOKUP_AT_ONCE, len(found))
+            carried = list(map(self._hash_of.__getitem__, found[at:stop]))
+            if carried == hashes[at:stop]:
+                hashes[at:stop] = cast(list[bytes], carried)
+        return found
+
+    def lookup_tiers(self, hashes: Sequence[bytes], limit: int, foreseen: Sequence[int] = ()) -> list[int]:
         """The longest prefix of which each block is here or in a tier: the null block stands for those in a tier."""
-        found = self.lookup(hashes, limit)
+        found = self.lookup(hashes, limit, foreseen)
         tier = self.tier
         while tier is not None and len(found) < min(limit, len(hashes)):
             digest = hashes[len(found)]
@@ -101,8 +127,31 @@ class BlockPool:
         refs = self._refs
         return list(map(refs.__getitem__, blocks)).count(0)
 
-    def touch(self, blocks: Iterable[int]) -> None:
-        """One more owner for each; a free one leaves the free list. Written out: a long prompt hits thousands."""
+    def touch(self, blocks: list[int]) -> None:
+        """One more owner for each; a free one leaves the free list. In parts: a long prompt hits thousands, mostly in rows."""
+        for at in range(0, len(blocks), _LOOKUP_AT_ONCE):
+            part = blocks[at : at + _LOOKUP_AT_ONCE]
+            if self._in_a_row(part):
+                self._take_row(part)
+            else:
+                self._touch_each(part)
+
+    def _in_a_row(self, blocks: list[int]) -> bool:
+        """All are free and stand on the free list as `free` puts the blocks of one owner: the last first."""
+        if any(map(self._refs.__getitem__, blocks)):
+            return False
+        return list(map(self._next.__getitem__, blocks[1:])) == blocks[:-1]
+
+    def _take_row(self, blocks: Sequence[int]) -> None:
+        before, after = self._prev[blocks[-1]], self._next[blocks[0]]
+        self._next[before] = after
+        self._prev[after] = before
+        self.free_blocks -= len(blocks)
+        refs = self._refs
+        for block in blocks:
+            refs[block] = 1
+
+    def _touch_each(self, blocks: Iterable[int]) -> None:
         refs, after_of, before_of = self._refs, self._next, self._prev
         for block in blocks:
             if not refs[block]:

@@ -76,6 +76,11 @@ class SglangEngineConfig:
         """Prompt and output of one request together: a page stays free, and so does the context's last place."""
         return min(self.context_length - 1, self.capacity - self.page_size)
 
+    @property
+    def input_bound(self) -> int:
+        """A prompt must be shorter (SGLang 0.5.23, `max_req_input_len`)."""
+        return self.max_request_tokens - 5
+
 
 _AT_LEAST: Mapping[str, int] = MappingProxyType(
     {

@@ -1,6 +1,6 @@
 """Unified SGLang: one worker that prefills and decodes. Implements `windtunnel.core.engine.Engine`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from windtunnel.core.lifecycle import Event
 from windtunnel.core.outputs import EngineError, Refusal
@@ -68,10 +68,3 @@ class SglangEngine(OperatedLoop):
         return [(sequence, sequence.queued_ns + (waiting_ns or 0)) for sequence in waiting] + [
             (sequence, sequence.started_ns + (running_ns or 0)) for sequence in running
         ]
-
-    def queue_gauges(self) -> Mapping[str, float]:
-        return {
-            "num_paused_reqs": len(self.sequences) if self.paused is not None else 0,
-            "num_retracted_reqs": sum(sequence.retractions > 0 for sequence in self.scheduler.waiting),
-            "utilization": len(self.scheduler.running) / self.config.max_running_requests,
-        }

@@ -130,14 +130,14 @@ class KvMemory:
         whole = tokens // self.page_size
         if not self.caching or whole <= sequence.held:
             return
-        key = sequence.tokens(whole * self.page_size)
-        match = self.tree.insert(
-            key, sequence.pages[:whole], sequence.tag, sequence.held, sequence.namespace, sequence.request.session_id
-        )
+        held, size = sequence.held, self.page_size
+        node = sequence.node if sequence.node is not None and held else self.tree.root(sequence.namespace)
+        key = sequence.tokens(whole * size, held * size)
+        match = self.tree.insert(key, sequence.pages[held:whole], sequence.tag, node, sequence.request.session_id)
         self.tree.lock(match.node)
         self._unlock(sequence)
+        sequence.pages[held:whole] = match.pages
         sequence.node, sequence.held = match.node, whole
-        sequence.pages[:whole] = match.pages
 
     def release(self, holder: Holder) -> None:
         """Give back all that somebody holds. What is in the tree stays cached."""

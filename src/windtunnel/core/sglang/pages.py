@@ -7,10 +7,13 @@ given to somebody else) since.
 
 from array import array
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import repeat, starmap
 
 FREE = ""
 TREE = "radix tree"
+_PART = 256
+"""Pages that are looked at together: those of a long prompt mostly stand in rows, and a row is one assignment."""
 
 
 class PagePool:
@@ -37,10 +40,16 @@ class PagePool:
         """Pages for `owner`, under a new stamp. The caller has made sure that they are there."""
         assert count <= len(self._free), f"{count} pages wanted, {len(self._free)} free"
         self._stamps += 1
-        pages = [self._free.popleft() for _ in range(count)]
-        for page in pages:
-            self._owner[page] = owner
-            self._stamp[page] = self._stamps
+        pages = list(starmap(self._free.popleft, repeat((), count)))
+        for part in _parts(pages):
+            if _is_row(part):
+                row = slice(part[0], part[-1] + 1)
+                self._owner[row] = [owner] * len(part)
+                self._stamp[row] = array("q", [self._stamps]) * len(part)
+            else:
+                for page in part:
+                    self._owner[page] = owner
+                    self._stamp[page] = self._stamps
         return pages
 
     def allocate_one(self, owner: str) -> int:
@@ -51,7 +60,7 @@ class PagePool:
         self._stamp[page] = self._stamps
         return page
 
-    def free(self, pages: Iterable[int], owner: str) -> None:
+    def free(self, pages: Sequence[int], owner: str) -> None:
         """Give pages back; each must be held by `owner`."""
         for page in pages:
             assert self._owner[page] == owner, f"page {page} of {self._owner[page]!r} freed by {owner!r}"
@@ -59,11 +68,16 @@ class PagePool:
             self._stamp[page] = 0
             self._free.append(page)
 
-    def hand_over(self, pages: Iterable[int], before: str, after: str) -> None:
+    def hand_over(self, pages: Sequence[int], before: str, after: str) -> None:
         """Change the owner; the stamp stays."""
-        for page in pages:
-            assert self._owner[page] == before, f"page {page} of {self._owner[page]!r} given away by {before!r}"
-            self._owner[page] = after
+        for part in _parts(pages):
+            row = slice(part[0], part[-1] + 1)
+            if _is_row(part) and self._owner[row].count(before) == len(part):
+                self._owner[row] = [after] * len(part)
+                continue
+            for page in part:
+                assert self._owner[page] == before, f"page {page} of {self._owner[page]!r} given away by {before!r}"
+                self._owner[page] = after
 
     def owner_of(self, page: int) -> str:
         """The owner's tag; empty for a free page."""
@@ -95,3 +109,12 @@ class PagePool:
         assert not lost, f"{len(lost)} pages leaked: held by {sorted({self._owner[page] for page in lost})}"
         wrong = [page for page, owner in owners.items() if self._owner[page] != owner]
         assert not wrong, f"pages {wrong[:8]} carry another owner's tag"
+
+
+def _parts(pages: Sequence[int]) -> Iterator[list[int]]:
+    return (list(pages[at : at + _PART]) for at in range(0, len(pages), _PART))
+
+
+def _is_row(pages: list[int]) -> bool:
+    """Each number is the one before plus 1."""
+    return pages == list(range(pages[0], pages[0] + len(pages)))

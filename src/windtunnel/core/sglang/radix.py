@@ -9,7 +9,7 @@ Rules this file lives by:
 * A partial match splits a node, so the end of a match is always the end of a node.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
@@ -80,7 +80,12 @@ class RadixCache:
     def match(self, tokens: Key, namespace: Namespace = ROOT) -> Match:
         """The longest cached prefix of `tokens`, in whole pages; its nodes become the most recently used."""
         self._ticks += 1
-        node, pages, at = self.root(namespace), [], 0
+        return self._match_below(self.root(namespace), tokens)
+
+    def _match_below(self, node: RadixNode, tokens: Key) -> Match:
+        """`tokens` and pages are those behind `node`."""
+        pages: list[int] = []
+        at = 0
         while (child := node.children.get(tokens[at : at + self._size])) is not None:
             shared = self._shared(child.key, tokens, at)
             if shared < len(child.key):
@@ -121,27 +126,29 @@ class RadixCache:
 
     # Insertion
 
-    def insert(
-        self,
-        tokens: Key,
-        pages: Sequence[int],
-        owner: str,
-        held: int,
-        namespace: Namespace = ROOT,
-        session_id: str | None = None,
-    ) -> Match:
-        """Enter `tokens` (whole pages) that `owner` computed into `pages`; its first `held` pages are the tree's already.
+    def insert(self, tokens: Key, pages: list[int], owner: str, node: RadixNode, session_id: str | None = None) -> Match:
+        """Enter `tokens` (whole pages) that `owner` computed into `pages` behind `node`: a root, or what the owner has locked.
 
-        Pages that turn out to be cached under another number are given back to the pool. Returns the path in the tree.
+        Pages that turn out to be cached under another number are given back to the pool. Returns the end of the path in the
+        tree and its pages behind `node`.
         """
-        match = self.match(tokens, namespace)
+        self._ticks += 1
+        self._touch_path(node)
+        match = self._match_below(node, tokens)
         known = len(match.pages)
-        self._pool.free((mine for mine, theirs in zip(pages[held:known], match.pages[held:], strict=False)), owner)
+        self._pool.free(pages[:known], owner)
         if known == len(pages):
             return match
-        added = list(pages[known:])
+        added = pages[known:]
         self._pool.hand_over(added, owner, TREE)
         return Match(self._append(match.node, tokens[known * self._size :], added, session_id), match.pages + added)
+
+    def _touch_path(self, node: RadixNode) -> None:
+        """What is locked is no leaf to evict, but its age counts when it is one again."""
+        while node.parent is not None:
+            assert node.locks, "a held path is not locked"
+            node.accessed = self._ticks
+            node = node.parent
 
     def _append(self, parent: RadixNode, key: Key, pages: list[int], session_id: str | None) -> RadixNode:
         node = RadixNode(parent, key, pages, parent.namespace)

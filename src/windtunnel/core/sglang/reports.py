@@ -2,6 +2,11 @@
 
 Gauges are written with each prefill batch, with every fortieth decode step, and when the loop is idle: at once if the
 published number of running requests is wrong, else 30 s after the last report. In between they stand still, whatever happens.
+
+Not every report writes all of them (SGLang 0.5.23, `metrics_reporter.py`): lengths and routing keys of running requests come
+with decode steps only, and keys only if every request has one. The throughput is that of the last decode report: an idle report
+shows 0 for it, and so does a prefill report 30 s later. `num_retracted_reqs` is what the last retraction took since the batch
+reported before. Nothing sets `num_paused_reqs`, nor `utilization` except on a prefill worker.
 """
 
 from collections.abc import Mapping
@@ -10,6 +15,8 @@ from windtunnel.core.outputs import StepStats
 from windtunnel.core.sglang.batch import Batch
 from windtunnel.core.sglang.scheduler import SglangScheduler
 from windtunnel.core.units import S
+
+THROUGHPUT_STALE_NS = 30 * S
 
 
 class Reports:
@@ -24,6 +31,8 @@ class Reports:
         self._throughput_tokens = 0
         self._throughput_since_ns = 0
         self._throughput = 0.0
+        self._retracted = self._retracted_shown = 0
+        self._of_decoding: Mapping[str, float] = {}
         self._hit_rate = 0.0
         self._changed = False
         self.last_ns = 0
@@ -48,6 +57,7 @@ class Reports:
 
     def retracted(self, count: int) -> None:
         self._preemptions += count
+        self._retracted = count
 
     def changed(self) -> None:
         """Something that gauges show has happened outside a batch."""
@@ -63,8 +73,12 @@ class Reports:
         """The report itself: gauges as they are, increments since the last one. `batch` is None for an idle report."""
         scheduler = self._scheduler
         running = self._running(batch)
-        if batch is None or not batch.prefill:
-            self._measure(at_ns, idle=batch is None)
+        if batch is not None:
+            self._retracted_shown, self._retracted = self._retracted, 0
+        if batch is not None and not batch.prefill:
+            self._measure(at_ns)
+        elif at_ns - self._throughput_since_ns > THROUGHPUT_STALE_NS:
+            self._throughput = 0.0
         stats = StepStats(
             running=running,
             waiting=len(scheduler.waiting) + (scheduler.chunked is not None),
@@ -75,7 +89,7 @@ class Reports:
             preemptions=self._preemptions,
             prefix_queries=self._queries,
             prefix_hits=self._hits,
-            extra={**self._gauges(), "evicted_tokens": self._evicted_tokens(), **extra},
+            extra={**self._gauges(idle=batch is None), "evicted_tokens": self._evicted_tokens(), **extra},
         )
         self._prefill_tokens = self._decode_tokens = self._preemptions = self._queries = self._hits = 0
         self.published_running, self.last_ns, self._changed = running, at_ns, False
@@ -94,12 +108,19 @@ class Reports:
             return self.running_of_batch
         return batch.running_before if batch.prefill else len(self._scheduler.running)
 
-    def _measure(self, at_ns: int, *, idle: bool) -> None:
+    def _measure(self, at_ns: int) -> None:
+        """With a decode report."""
         elapsed_ns = at_ns - self._throughput_since_ns
-        self._throughput = 0.0 if idle or elapsed_ns <= 0 else self._throughput_tokens * S / elapsed_ns
+        self._throughput = self._throughput_tokens * S / elapsed_ns if elapsed_ns > 0 else 0.0
         self._throughput_tokens, self._throughput_since_ns = 0, at_ns
+        running = self._scheduler.running
+        keys = [one.request.routing_key for one in running]
+        told: dict[str, float] = {"decode_sum_seq_lens": sum(sequence.num_tokens for sequence in running)}
+        if None not in keys:
+            told["num_unique_running_routing_keys"] = len(set(keys))
+        self._of_decoding = {**self._of_decoding, **told}
 
-    def _gauges(self) -> dict[str, float]:
+    def _gauges(self, *, idle: bool) -> dict[str, float]:
         scheduler, memory = self._scheduler, self._scheduler.memory
         usage = round(memory.usage, 2)
         return {
@@ -111,9 +132,9 @@ class Reports:
             "kv_evictable_tokens": memory.evictable_tokens,
             "max_total_num_tokens": memory.capacity,
             "cache_hit_rate": self._hit_rate,
-            "gen_throughput": self._throughput,
+            "gen_throughput": 0.0 if idle else self._throughput,
             "new_token_ratio": scheduler.ratio.value,
             "num_grammar_queue_reqs": len(scheduler.grammar_waits),
-            "num_unique_running_routing_keys": len({key for one in scheduler.running if (key := one.request.routing_key)}),
-            "decode_sum_seq_lens": sum(sequence.num_tokens for sequence in scheduler.running),
+            "num_retracted_reqs": self._retracted_shown,
+            **self._of_decoding,
         }

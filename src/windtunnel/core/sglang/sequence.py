@@ -50,7 +50,7 @@ class SglangSequence:
         self.tag = f"{request.request_id}#{arrived}"
         """Owner of its pages; unique even if the request id comes again."""
         self.prompt_len = len(request.prompt_token_ids)
-        self.output_limit = max(1, min(request.max_tokens, config.max_request_tokens - self.prompt_len))
+        self.output_limit = max(1, min(request.max_tokens, config.max_request_tokens - self.prompt_len - 1))
         self.state = State.NEW
         self.since_ns = self.queued_ns = now_ns
         self.started_ns = 0
@@ -84,11 +84,12 @@ class SglangSequence:
         """Output tokens still allowed."""
         return self.output_limit - len(self.output)
 
-    def tokens(self, stop: int) -> tuple[int, ...]:
-        """The first `stop` tokens of prompt and output together."""
-        if stop <= self.prompt_len:
-            return self.request.prompt_token_ids[:stop]
-        return (*self.request.prompt_token_ids, *self.output[: stop - self.prompt_len])
+    def tokens(self, stop: int, start: int = 0) -> tuple[int, ...]:
+        """Tokens start … stop - 1 of prompt and output together."""
+        cut = self.prompt_len
+        if stop <= cut:
+            return self.request.prompt_token_ids[start:stop]
+        return (*self.request.prompt_token_ids[start:], *self.output[max(0, start - cut) : stop - cut])
 
     def next_token(self, eos_token_id: int | None) -> TokenOutput:
         """Append the next token and test the stop conditions. The matched token is named, EOS too (reference §7.2)."""

@@ -58,6 +58,10 @@ class VllmEngine:
         """Makes `EngineRequest.prompt_hashes`."""
         return self._scheduler.hasher
 
+    def foresee(self, hashes: list[bytes]) -> list[int]:
+        """`EngineRequest.prompt_blocks` for these (`BlockPool.foresee`). The only method that another thread may call."""
+        return self._scheduler.pool.foresee(hashes)
+
     # Requests
 
     def submit(self, requests: Sequence[EngineRequest], now_ns: int) -> Refusal | None:

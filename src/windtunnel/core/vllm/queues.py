@@ -18,7 +18,7 @@ def priority_rank(sequence: VllmSequence) -> Rank:
 
 
 class WaitingQueue:
-    """Sequences by rank; removal by identity is lazy."""
+    """Sequences by rank. Removal by identity is lazy, but for the head: a queue that is empty holds on to nobody."""
 
     def __init__(self, rank: Callable[[VllmSequence], Rank]) -> None:
         self._rank = rank
@@ -35,17 +35,15 @@ class WaitingQueue:
 
     def peek(self) -> VllmSequence:
         """The head. The queue is not empty."""
-        while True:
-            rank, sequence = self._heap[0]
-            if self._members.get(sequence) == rank:
-                return sequence
-            heappop(self._heap)
+        return self._heap[0][1]
 
     def remove(self, sequence: VllmSequence) -> None:
         del self._members[sequence]
         if len(self._heap) > 2 * len(self._members) + 64:
             self._heap = [(rank, member) for member, rank in self._members.items()]
             heapify(self._heap)
+        while self._heap and self._members.get(self._heap[0][1]) != self._heap[0][0]:
+            heappop(self._heap)
 
     def members(self) -> Iterable[VllmSequence]:
         return self._members

@@ -356,18 +356,18 @@ class VllmScheduler:
             return []
         limit = (sequence.num_tokens - 1) // self.config.block_size
         find = self.pool.lookup if self.pool.tier is None else self.pool.lookup_tiers
-        return find(sequence.block_hashes(self.hasher, limit), limit)
+        return find(sequence.block_hashes(self.hasher, limit), limit, sequence.request.prompt_blocks)
 
     def _fits(self, sequence: VllmSequence, hits: list[int], wanted: int) -> bool:
         """The gate for the whole prompt, the watermark, and the blocks of this chunk."""
         whole = self._blocks_for(sequence.num_tokens)
         if whole > self.pool.usable_blocks:
             return False
-        free = self.pool.free_blocks - self.pool.idle_among(hits)
-        if self.config.reserve_full_isl and whole - len(hits) > free:
-            return False
-        margin = self.config.watermark_blocks if self.running else 0
-        return wanted <= free - margin
+        needed = wanted + (self.config.watermark_blocks if self.running else 0)
+        if self.config.reserve_full_isl:
+            needed = max(needed, whole - len(hits))
+        free = self.pool.free_blocks
+        return needed <= free - len(hits) or needed <= free - self.pool.idle_among(hits)
 
     def _enter_running(self, sequence: VllmSequence, hit_blocks: int) -> None:
         self.waiting.remove(sequence)

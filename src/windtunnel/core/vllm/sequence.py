@@ -180,6 +180,9 @@ class VllmSequence:
         self.roomy = len(self.blocks) * block_size >= tokens
         to_boundary = block_size - (tokens - 1) % block_size
         further_blocks = max(0, _PLAN_TOKENS - to_boundary) // block_size
+        if made == 1:
+            # Those that start together plan at different times from here on: no step pays for all.
+            further_blocks = self.arrived % (further_blocks + 1)
         count = min(to_boundary + further_blocks * block_size, self.output_limit - made - 1)
         if count < 1 or self.request.repetition is not None:
             return

@@ -4,8 +4,9 @@ Both legs leave at once, under one transfer id. The prefill's leg belongs to nob
 client that leaves does not end it; the decode's leg ends with its client. Prefills take turns, each with all its data-parallel
 ranks, whose engine ids its bootstrap server has told.
 
-Different from there: legs of prefills have a limit, the server is asked when it is needed and not at the start, a decode's
-error status is passed on (there the answer has begun as a 200), and messages, responses and tokens in are paired as well.
+Different from there: legs of prefills have a limit, the server is asked when it is needed and again after `AGAIN_S` (there at
+the start), a decode's error status is passed on (there the answer has begun as a 200), and messages, responses and tokens in
+are paired as well.
 """
 
 import asyncio
@@ -14,11 +15,12 @@ import json
 import logging
 import os
 import uuid
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
 from windtunnel.serve.asgi import Receive, Scope, Send
+from windtunnel.serve.pd.http_client import NoAnswer, ask
 from windtunnel.serve.router.config import RouterConfig
 from windtunnel.serve.router.proxy import NO_OBJECT, Headers, Proxy, complain, object_of, pass_on, start, until_gone
 from windtunnel.wire.sglang.pairing import PrefillAddress
@@ -28,7 +30,16 @@ from windtunnel.wire.vllm.mooncake import MooncakeError, engine_ids
 log = logging.getLogger("windtunnel.router")
 
 BOOTSTRAP_PORT = 8998
-_PATIENCE_S = 30.0
+AGAIN_S = 10.0
+"""So long counts what a bootstrap server has said. Then it is asked beside the next request; a bad answer changes nothing."""
+_PATIENCE = httpx.Timeout(30.0)
+
+
+class _Known(NamedTuple):
+    engine_ids: dict[int, str]
+    """By data-parallel rank; at most `core.vllm.connector.params.MAX_RANKS`."""
+    until_s: float
+    """On the loop's clock."""
 
 
 class Mooncake:
@@ -37,8 +48,9 @@ class Mooncake:
     def __init__(self, config: RouterConfig, proxy: Proxy) -> None:
         self._proxy = proxy
         self._prefills = config.prefills
-        self._engines: dict[str, dict[int, str]] = {}
-        """Of each prefill the engine ids of its data-parallel ranks."""
+        self._known: dict[str, _Known] = {}
+        """Of each prefill that was configured, by its URL."""
+        self._asking: set[asyncio.Task[None]] = set()
         self._turn = itertools.count()
         self._decodes = itertools.cycle(config.decodes)
         self._prefilling: set[asyncio.Task[None]] = set()
@@ -54,7 +66,7 @@ class Mooncake:
     async def _pair(self, scope: Scope, body: dict[str, Any], send: Send) -> None:
         try:
             prefill, rank, engine_id = await self._next_prefill()
-        except (httpx.HTTPError, MooncakeError) as error:
+        except (NoAnswer, MooncakeError) as error:
             await complain(send, 503, f"a prefill's bootstrap server: {type(error).__name__} {error}")
             return
         if len(self._prefilling) >= self._legs_limit:
@@ -75,7 +87,7 @@ class Mooncake:
         await self._decode(next(self._decodes), scope, to_decode, headers, send)
 
     async def _next_prefill(self) -> tuple[PrefillAddress, int, str]:
-        """The next rank of the next prefill. Raises httpx.HTTPError, MooncakeError."""
+        """The next rank of the next prefill. Raises NoAnswer, MooncakeError."""
         places = [
             (prefill, rank, engine_id)
             for prefill in self._prefills
@@ -84,11 +96,27 @@ class Mooncake:
         return places[next(self._turn) % len(places)]
 
     async def _engines_of(self, prefill: PrefillAddress) -> dict[int, str]:
-        if prefill.url not in self._engines:
-            answer = await self._proxy.client.get(f"{bootstrap_address(prefill)}/query", timeout=_PATIENCE_S)
-            answer.raise_for_status()
-            self._engines[prefill.url] = engine_ids(answer.content)
-        return self._engines[prefill.url]
+        known, at_s = self._known.get(prefill.url), asyncio.get_running_loop().time()
+        if known is None:
+            return await self._ask(prefill)
+        if at_s >= known.until_s:
+            self._known[prefill.url] = known._replace(until_s=at_s + AGAIN_S)
+            asking = asyncio.ensure_future(self._ask_again(prefill))
+            self._asking.add(asking)
+            asking.add_done_callback(self._asking.discard)
+        return known.engine_ids
+
+    async def _ask(self, prefill: PrefillAddress) -> dict[int, str]:
+        """Raises NoAnswer, MooncakeError."""
+        found = engine_ids(await ask(self._proxy.client, "GET", f"{bootstrap_address(prefill)}/query", _PATIENCE))
+        self._known[prefill.url] = _Known(found, asyncio.get_running_loop().time() + AGAIN_S)
+        return found
+
+    async def _ask_again(self, prefill: PrefillAddress) -> None:
+        try:
+            await self._ask(prefill)
+        except (NoAnswer, MooncakeError) as error:
+            log.warning("a prefill's bootstrap server: %s", error)
 
     async def _prefill(self, prefill: PrefillAddress, scope: Scope, body: dict[str, Any], headers: Headers) -> None:
         try:

@@ -25,7 +25,7 @@ _DECODE_QUEUES: Mapping[str, str] = MappingProxyType(
     {
         "num_decode_prealloc_queue_reqs": "#prealloc-req",
         "num_decode_transfer_queue_reqs": "#transfer-req",
-        "num_retracted_reqs": "#retracted-req",
+        "decode_retracted_queue_reqs": "#retracted-req",
     }
 )
 

@@ -14,10 +14,10 @@ from windtunnel.core.sglang.profiles import profile
 from windtunnel.core.units import S
 from windtunnel.serve.config import ServeConfig, UsageError
 from windtunnel.serve.operations.endpoint import Call, Reply, Row, Simple, get, json_reply
+from windtunnel.serve.pd.http_client import NoAnswer
 from windtunnel.serve.ranks import Placer
 from windtunnel.serve.seams import Seams
 from windtunnel.serve.sglang.flavour import SglangFlavour, log_batches
-from windtunnel.serve.sglang.http_client import NoAnswer
 from windtunnel.serve.sglang.pd import Disaggregation
 from windtunnel.serve.sglang.placement import PrefillPlacer
 from windtunnel.serve.state import Server

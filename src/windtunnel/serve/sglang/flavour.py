@@ -67,7 +67,7 @@ class SglangFlavour:
     def dead(self, engine: SglangLoop) -> bool:
         return engine.dead is not None
 
-    def hasher(self, engine: SglangLoop) -> None:
+    def prefix_reader(self, engine: SglangLoop) -> None:
         """The radix cache compares tokens."""
 
     def metrics(self, config: ServeConfig, engine_config: SglangEngineConfig) -> SglangMetrics:

@@ -141,6 +141,13 @@ class SglangRoute(GenerateRoute):
         turn = generation.extra.get("session")
         return generation if turn is None else self._sessions.join(self._server, generation, turn)
 
+    def _submit(self, generation: Generation, answer: Answer, choices: Sequence[ChoiceState], arrival_ns: int) -> Job | Refusal:
+        job = super()._submit(generation, answer, choices, arrival_ns)
+        joined = generation.extra.get("joined")
+        if joined is not None:
+            self._sessions.enter(joined, job if isinstance(job, Refusal) else None)
+        return job
+
     def _load_report(self, generation: Generation, scope: Scope) -> list[Header]:
         """ORCA headers are vLLM's."""
         return []
@@ -154,7 +161,7 @@ class SglangRoute(GenerateRoute):
         first = FirstOutput(server.loop, stall)
         encoder = self._family.encoder(generation)
         answer = HeldAnswer(choices, self._usage(generation), end.set, encoder, sink, first)
-        job = None if generation.late_error else server.jobs.start(generation, answer, choices, arrival_ns)
+        job = None if generation.late_error else self._submit(generation, answer, choices, arrival_ns)
         answer.early = refused(job) if isinstance(job, Refusal) else generation.late_error
         try:
             if self._waits and isinstance(job, Job) and not await self._first_output(job, answer, first, scope, end):

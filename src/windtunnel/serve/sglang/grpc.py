@@ -20,7 +20,7 @@ from windtunnel.serve import grpc_calls as calls
 from windtunnel.serve.clock import now_ns
 from windtunnel.serve.grpc_front import Method
 from windtunnel.serve.sglang import health, loads
-from windtunnel.serve.sglang.operations import model_info, server_arguments
+from windtunnel.serve.sglang.info import model_info, server_arguments
 from windtunnel.wire import grpc_sglang as wire
 from windtunnel.wire.family import WireError
 
@@ -108,7 +108,7 @@ async def _model_info(server: "Server", _request: Any, _call: Any) -> pb.GetMode
         max_context_length=env.max_model_len,
         vocab_size=env.vocabulary,
         eos_token_ids=[env.tokenizer.eos_token_id, *env.extra_eos_token_ids],
-        max_req_input_len=server.engine.config.max_request_tokens - 1,
+        max_req_input_len=server.engine.config.input_bound,
         default_sampling_params_json=json.dumps(defaults, separators=(",", ":")) if defaults else "",
     )
 
@@ -119,7 +119,7 @@ async def _server_info(started_s: float, server: "Server", _request: Any, _call:
     shown = {**server_arguments(server), "max_running_requests": engine.max_running_requests}
     arguments, scheduler = Struct(), Struct()
     arguments.update(json.loads(json.dumps(shown)))
-    scheduler.update({"max_total_num_tokens": engine.capacity, "max_req_input_len": engine.max_request_tokens - 1})
+    scheduler.update({"max_total_num_tokens": engine.capacity, "max_req_input_len": engine.input_bound})
     return pb.GetServerInfoResponse(
         server_args=arguments,
         scheduler_info=scheduler,

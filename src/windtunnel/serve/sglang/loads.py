@@ -50,9 +50,11 @@ def rank_load(server: Server, rank: int, sections: frozenset[str]) -> dict[str, 
         "token_usage": round(now["token_usage"], 4),
         "gen_throughput": said.get("gen_throughput", 0.0),
         "cache_hit_rate": said.get("cache_hit_rate", 0.0),
-        "utilization": now.get("utilization", 0.0),
+        "utilization": said.get("utilization", 0.0),
     }
-    return told | {name: make(server, now) for name, make in _SECTION_BODIES.items() if _SECTION_OF[name] in sections}
+    return told | {
+        name: make(server, {**said, **now}) for name, make in _SECTION_BODIES.items() if _SECTION_OF[name] in sections
+    }
 
 
 def _memory(server: Server, now: Mapping[str, float]) -> dict[str, Any]:
@@ -78,7 +80,7 @@ def _disaggregation(server: Server, now: Mapping[str, float]) -> dict[str, Any]:
         "prefill_inflight_queue_reqs": queue("prefill_inflight_queue_reqs"),
         "decode_prealloc_queue_reqs": queue("decode_prealloc_queue_reqs"),
         "decode_transfer_queue_reqs": queue("decode_transfer_queue_reqs"),
-        "decode_retracted_queue_reqs": queue("retracted_reqs"),
+        "decode_retracted_queue_reqs": int(now.get("decode_retracted_queue_reqs", 0)),
         "kv_transfer_speed_gb_s": 0.0,
         "kv_transfer_latency_ms": 0.0,
     }

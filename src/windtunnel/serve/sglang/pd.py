@@ -18,9 +18,9 @@ from windtunnel.serve.driver import EngineDriver
 from windtunnel.serve.nixl.agent import KvAgent, Move
 from windtunnel.serve.nixl.backend import RealBytesBackend
 from windtunnel.serve.nixl.memory import BlockMemory
+from windtunnel.serve.pd.sockets import RankSockets
 from windtunnel.serve.sglang.bootstrap import Bootstrap, build
 from windtunnel.serve.sglang.settings import HEARTBEAT_LEAST_NS, DisaggSettings, core_config
-from windtunnel.serve.sglang.sockets import RankSockets
 from windtunnel.serve.sglang.transport import DecodeTransport, PrefillTransport, TransportConfig
 from windtunnel.serve.transfer import sim_backend
 from windtunnel.wire.sglang.bootstrap import RouteRegistration

@@ -5,7 +5,10 @@ As SGLang 0.5.23 has them (`session/session_controller.py`), without streaming s
 * A session is a tree of requests by `rid`. `session_params.rid` names the request to go on from; without one nothing is before.
 * `offset` keeps so many of the tokens before, `drop_previous_output` leaves the answer out. The BOS of an appended text goes.
 * `replace` with a `rid` drops what has gone on from that request, and ends it, if it still runs; without one, the whole tree.
-* What does not fit is found by the scheduler: a 400, under 200 in a native stream.
+* What does not fit is found by the scheduler: a 400, under 200 in a native stream. A request that cannot join has no place in
+  its session. One that has joined keeps it, whatever becomes of it: the tree holds what was submitted, not what succeeded.
+* One that leaves the waiting queue without having run (the queue is full, an abort, a time-out) never gets a finish reason: it
+  counts as running for ever, and only `replace` goes on from it. One refused for its length is left with a token of each.
 * No KV is kept for a session. What its requests share is in the radix cache like everything else, and can be evicted.
 
 Limits of ours: TURNS_MAX requests in a session and TOKENS_MAX tokens in all of them.
@@ -15,11 +18,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from windtunnel.core.outputs import StepOutput
+from windtunnel.core.lifecycle import State, Transition
+from windtunnel.core.outputs import Refusal, StepOutput
+from windtunnel.serve.ranks import Ranks
 from windtunnel.wire.family import Generation, PromptPlan, WireError
-from windtunnel.wire.sglang.env import SglangEnv
-from windtunnel.wire.sglang.native import NativeSpec
-from windtunnel.wire.sglang.requests import SessionTurn, output_limit
+from windtunnel.wire.sglang.requests import SessionTurn
 
 if TYPE_CHECKING:
     from windtunnel.serve.state import Server
@@ -28,6 +31,9 @@ TURNS_MAX = 1000
 TOKENS_MAX = 16_000_000
 NAME_LIMIT = 1024
 """Characters in the id of a session, and in those of its requests."""
+_WAITING = (State.NEW, State.QUEUED, State.PREEMPTED)
+"""What ends here is taken out of the waiting queue, and nothing is noted in the request."""
+_REFUSED_BY_THE_ENGINE = ("too_long", "queue_full", "dead")
 
 
 @dataclass(slots=True)
@@ -37,6 +43,9 @@ class _Turn:
     max_tokens: int
     answer: list[int] = field(default_factory=list)
     after: "dict[str, _Turn]" = field(default_factory=dict)
+    begun: bool = False
+    """The engine has said that it took it."""
+    finished: bool = False
 
     def tokens(self, asked: SessionTurn) -> tuple[int, ...]:
         """What comes before a request that goes on from here."""
@@ -51,25 +60,76 @@ class _Session:
     turns: dict[str, _Turn] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A request on its way to the engine: where in its session it would stand."""
+
+    session: _Session
+    turn: _Turn
+    before: _Turn | None
+
+
 class Sessions:
     """All sessions of one server, and an observer of its steps, from which it learns the answers. Owned by its flavour."""
 
     def __init__(self, now_ns: Callable[[], int]) -> None:
         self._now_ns = now_ns
+        self._hears: Callable[[str], bool] = _nobody
         self._sessions: dict[str, _Session] = {}
         self._running: dict[str, _Turn] = {}
         self._tokens = 0
+
+    def watch(self, driver: Ranks) -> None:
+        """See the steps of all ranks from here on."""
+        self._hears = driver.live
+        driver.observe(self)
 
     def on_step(self, rank: int, step: StepOutput, now_ns: int) -> None:
         if not self._running:
             return
         for output in step.outputs:
             turn = self._running.get(output.request_id)
-            if turn is not None:
+            if turn is not None and self._hears(turn.rid):
                 turn.answer += output.token_ids
                 self._tokens += len(output.token_ids)
-                if output.finish_reason is not None or output.error is not None:
-                    del self._running[output.request_id]
+        for change in step.transitions:
+            turn = self._running.get(change.request_id)
+            if turn is not None:
+                self._changed(turn, change)
+
+    def _changed(self, turn: _Turn, change: Transition) -> None:
+        """A record of an earlier request with the same id comes before the one that begins this turn."""
+        if change.before is State.NEW:
+            turn.begun = not change.after.terminal
+        elif turn.begun and change.after.terminal:
+            del self._running[turn.rid]
+            turn.finished = change.before not in _WAITING
+            if change.before is State.DEFERRED:
+                self._shorten(turn)
+
+    def enter(self, joined: Joined, refusal: Refusal | None) -> None:
+        """Its place in the tree, once the engine has been asked. What a limit of ours keeps from the engine has none."""
+        if refusal is not None and refusal.reason not in _REFUSED_BY_THE_ENGINE:
+            return
+        session, turn = joined.session, joined.turn
+        earlier = session.turns.get(turn.rid)
+        if earlier is not None:
+            self._forget(earlier, session)
+        session.active_ns = self._now_ns()
+        session.turns[turn.rid] = turn
+        self._tokens += len(turn.prompt)
+        if joined.before is not None:
+            joined.before.after[turn.rid] = turn
+        if refusal is None:
+            self._running[turn.rid] = turn
+        elif refusal.reason == "too_long":
+            turn.finished = True
+            self._shorten(turn)
+
+    def _shorten(self, turn: _Turn) -> None:
+        """An error found before the prefill: one token is computed in place of the prompt, and one answers it."""
+        self._tokens += 2 - len(turn.prompt) - len(turn.answer)
+        turn.prompt, turn.answer = (0,), [0]
 
     def open(self, name: str, patience_ns: int | None, limit: int) -> bool:
         """Whether it is open; not if it was before, nor if there are `limit` sessions."""
@@ -90,8 +150,8 @@ class Sessions:
 
         One whose id is at work is left to be refused for that, as in SGLang before its sessions see it.
         """
-        if any(map(server.driver.live, generation.engine_ids or ())):
-            return generation
+        if server.driver.live(generation.response_id):
+            return replace(generation, extra={})
         try:
             return self._joined(server, generation, asked)
         except WireError as error:
@@ -108,16 +168,13 @@ class Sessions:
         if before is not None:
             special = server.env.tokenizer.encode("")[:1]
             tokens = (*before.tokens(asked), *(own[1:] if list(own[:1]) == special else own))
-        self._check_room(session, len(tokens), (generation.engine_ids or ("",))[0])
-        prompt = PromptPlan(tuple(tokens), None)
-        env, names = server.env, generation.engine_ids
-        assert isinstance(env, SglangEnv) and names is not None, "a request of one of SGLang's families"
-        limit = output_limit(generation.sampling.max_tokens, (prompt,), env)
-        self._enter(session, _Turn(names[0], prompt.token_ids, limit), before)
-        spec = generation.spec
-        if isinstance(spec, NativeSpec):
-            spec = replace(spec, prompts=(prompt,))
-        return replace(generation, prompts=(prompt,), spec=spec)
+        if not tokens:
+            raise _refusal("A session request must contain input tokens after restoring history.")
+        rid, prompt = generation.response_id, PromptPlan(tuple(tokens), None)
+        self._check_room(session, len(tokens), rid)
+        joined = Joined(session, _Turn(rid, prompt.token_ids, generation.sampling.max_tokens), before)
+        spec = replace(generation.spec, prompts=(prompt,))
+        return replace(generation, prompts=(prompt,), spec=spec, extra={"joined": joined})
 
     def _branch(self, server: "Server", session: _Session, asked: SessionTurn) -> _Turn | None:
         """The request to go on from."""
@@ -132,19 +189,13 @@ class Sessions:
             server.jobs.abort_by_id([turn.rid])
             self._end(server, list(turn.after.values()), session)
             turn.after.clear()
-        elif server.driver.live(turn.rid):
+        elif self._unfinished(turn):
             raise _refusal("Session request is appending to a request that hasn't finished.")
         return turn
 
-    def _enter(self, session: _Session, turn: _Turn, before: _Turn | None) -> None:
-        earlier = session.turns.get(turn.rid)
-        if earlier is not None:
-            self._forget(earlier, session)
-        session.active_ns = self._now_ns()
-        session.turns[turn.rid] = self._running[turn.rid] = turn
-        self._tokens += len(turn.prompt)
-        if before is not None:
-            before.after[turn.rid] = turn
+    def _unfinished(self, turn: _Turn) -> bool:
+        """What nobody listens to any more has been ended by the front end, and the engine is about to say so."""
+        return not turn.finished and (self._running.get(turn.rid) is not turn or self._hears(turn.rid))
 
     def _check_room(self, session: _Session, tokens: int, rid: str) -> None:
         if len(rid) > NAME_LIMIT:
@@ -158,14 +209,15 @@ class Sessions:
         server.jobs.abort_by_id(self._drop(turns, session))
 
     def _drop(self, turns: "list[_Turn]", session: _Session) -> list[str]:
-        """Forget these and what has gone on from them; their ids."""
-        dropped: list[str] = []
+        """Forget these and what has gone on from them, each once; their ids."""
+        dropped: dict[int, str] = {}
         while turns:
             turn = turns.pop()
-            turns += turn.after.values()
-            dropped.append(turn.rid)
-            self._forget(turn, session)
-        return dropped
+            if id(turn) not in dropped:
+                dropped[id(turn)] = turn.rid
+                turns += turn.after.values()
+                self._forget(turn, session)
+        return list(dropped.values())
 
     def _forget(self, turn: _Turn, session: _Session) -> None:
         if session.turns.get(turn.rid) is turn:
@@ -184,6 +236,11 @@ class Sessions:
         ]
         for name in late:
             self.close(name)
+
+
+def _nobody(_request_id: str) -> bool:
+    """Before there is a driver."""
+    return False
 
 
 def _refusal(message: str) -> WireError:

@@ -36,8 +36,8 @@ from windtunnel.core.transfer.status import KVPoll
 from windtunnel.serve.clock import now_ns
 from windtunnel.serve.nixl.agent import Arrival, KvAgent
 from windtunnel.serve.nixl.backend import RealBytesBackend
-from windtunnel.serve.sglang.http_client import HttpAsker, NoAnswer
-from windtunnel.serve.sglang.sockets import Peers, RankSockets
+from windtunnel.serve.pd.http_client import HttpAsker, NoAnswer
+from windtunnel.serve.pd.sockets import Peers, RankSockets
 from windtunnel.wire.real_bytes import decode_map
 from windtunnel.wire.real_bytes import encode as encode_real
 from windtunnel.wire.sglang.bootstrap import RankAnswer, RouteRegistration, TopologyAnswer

@@ -18,6 +18,7 @@ from windtunnel.core.shown import shown
 from windtunnel.core.transfer.backends import SimBackend
 from windtunnel.core.vllm.connector.engine import ConnectorEngine
 from windtunnel.core.vllm.connector.mover import BlockMover, Move
+from windtunnel.core.vllm.connector.peers import MAX_PEERS
 from windtunnel.core.vllm.connector.seam import (
     Ask,
     AskHandshake,
@@ -33,7 +34,7 @@ from windtunnel.core.vllm.connector.seam import (
     StartWrite,
 )
 from windtunnel.serve.clock import make_alarm, now_ns
-from windtunnel.serve.sglang.sockets import Peers, RankSockets
+from windtunnel.serve.pd.sockets import Peers, RankSockets
 from windtunnel.serve.vllm_pd.memory import Region
 
 log = logging.getLogger("windtunnel.serve")
@@ -232,6 +233,14 @@ class Transport(ABC):
 
     @abstractmethod
     def debug(self) -> dict[str, Any]: ...
+
+
+def remember(known: dict[Peer, str], peer: Peer, where: str) -> None:
+    """As many as the engine itself does (`core.vllm.connector.peers`), and the same ones: the oldest handshake goes."""
+    known.pop(peer, None)
+    if len(known) >= MAX_PEERS:
+        del known[next(iter(known))]
+    known[peer] = where
 
 
 def reason_of(error: Exception) -> str:

@@ -14,8 +14,8 @@ from windtunnel.core.vllm.connector.engine import ConnectorEngine
 from windtunnel.serve.clock import now_ns
 from windtunnel.serve.config import ServeConfig
 from windtunnel.serve.driver import EngineDriver
+from windtunnel.serve.pd.sockets import RankSockets
 from windtunnel.serve.seams import Seams
-from windtunnel.serve.sglang.sockets import RankSockets
 from windtunnel.serve.transfer import sim_backend
 from windtunnel.serve.vllm_pd.base import Mover, SimMover, Transport
 from windtunnel.serve.vllm_pd.memory import NO_REGION, HeldBytes, NixlMemory, NixlMover

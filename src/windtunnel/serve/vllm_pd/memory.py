@@ -140,8 +140,8 @@ class NixlMover:
     def __init__(self, engine: ConnectorEngine, memory: NixlMemory) -> None:
         self._engine = engine
         self._memory = memory
-        self._remotes: dict[str, tuple[str, Region]] = {}
-        """Engine id → the agent's name and its memory."""
+        self._remotes: dict[Peer, tuple[str, Region]] = {}
+        """The agent's name and its memory."""
         self._transfers: dict[int, _Transfer] = {}
         self._failed: list[MoveFailed] = []
         self._lost: set[str] = set()
@@ -158,7 +158,7 @@ class NixlMover:
             name = self._memory.agent.add_remote_agent(region.metadata)
         except self._memory.errors as error:
             raise ValueError(f"the other agent's metadata: {type(error).__name__} {error}") from error
-        self._remotes[peer.engine_id] = (name.decode() if isinstance(name, bytes) else str(name), region)
+        self._remotes[peer] = (name.decode() if isinstance(name, bytes) else str(name), region)
 
     def find_peer(self, where: str) -> None:
         self._lost.discard(where)
@@ -178,7 +178,7 @@ class NixlMover:
         if address(move) in self._lost:
             self._failed.append(MoveFailed(move.number, _REMOTE_GONE))
             return
-        name, region = self._remotes[move.peer.engine_id]
+        name, region = self._remotes[move.peer]
         try:
             local = self._memory.descriptors(self._memory.region, move.local_blocks)
             remote = self._memory.descriptors(region, move.remote_blocks)

@@ -8,7 +8,6 @@ silence, so a decode does not notice that a prefill has gone; a prefill does not
 import asyncio
 import logging
 import random
-from collections.abc import Mapping
 from contextlib import suppress
 
 import httpx
@@ -16,14 +15,13 @@ import zmq
 import zmq.asyncio
 
 from windtunnel.core.shown import shown
-from windtunnel.core.vllm.connector.peers import MAX_PEERS
 from windtunnel.core.vllm.connector.seam import Arrived, HandshakeDone, Notify, NotifyFailed, Peer, Pulled, Pulls
 from windtunnel.serve.beside import Beside
 from windtunnel.serve.clock import now_ns
 from windtunnel.serve.driver import EngineDriver
-from windtunnel.serve.sglang.http_client import HttpAsker, NoAnswer
+from windtunnel.serve.pd.http_client import HttpAsker, NoAnswer
 from windtunnel.serve.transfer import sim_backend
-from windtunnel.serve.vllm_pd.base import SimMover, Transport
+from windtunnel.serve.vllm_pd.base import SimMover, Transport, remember
 from windtunnel.serve.vllm_pd.bootstrap import Registry, build
 from windtunnel.serve.vllm_pd.connection import Connection, Rank, numeric
 from windtunnel.serve.vllm_pd.side_channel import address
@@ -61,8 +59,8 @@ class MooncakeTransport(Transport):
         self._listener = connection.listener
         self._asker = HttpAsker()
         self._patience = httpx.Timeout(self._socket_s(connection.connector_timeout_s))
-        self._workers: dict[str, str] = {}
-        """Engine id → where it takes pulls, as bootstrap servers have said."""
+        self._workers: dict[Peer, str] = {}
+        """Where a peer takes pulls, as the bootstrap server that was named with it has said; the oldest first."""
         self._askers: dict[tuple[str, str], bytes] = {}
         """Decode's engine id and its request id → the ROUTER's name for who waits for the answer."""
         self._pulling = 0
@@ -80,19 +78,13 @@ class MooncakeTransport(Transport):
 
     async def _greet(self, peer: Peer) -> HandshakeDone:
         """Ask the bootstrap server. Raises ValueError."""
-        if peer.engine_id not in self._workers:
-            self._remember(peer, await self._query(peer))
-        mine = self._engine.handshake
-        return HandshakeDone(peer, mine._replace(engine_id=peer.engine_id))
-
-    def _remember(self, peer: Peer, found: Mapping[str, str]) -> None:
-        """Raises ValueError. As many as the engine itself remembers (`core.vllm.connector.peers`)."""
+        found = await self._query(peer)
         if peer.engine_id not in found:
             where = f"{shown(peer.host)}:{peer.port}"
             raise ValueError(f"remote engine_id {shown(peer.engine_id)} not found from bootstrap server {where}")
-        if len(self._workers) >= MAX_PEERS:
-            del self._workers[next(iter(self._workers))]
-        self._workers[peer.engine_id] = found[peer.engine_id]
+        remember(self._workers, peer, found[peer.engine_id])
+        mine = self._engine.handshake
+        return HandshakeDone(peer, mine._replace(engine_id=peer.engine_id))
 
     async def _query(self, peer: Peer) -> dict[str, str]:
         if not peer.port:
@@ -116,7 +108,7 @@ class MooncakeTransport(Transport):
         if isinstance(notification, Pulled):
             self._answer(ask.peer, notification)
         elif isinstance(notification, Pulls) and self._pulling < PULLS_LIMIT:
-            where = self._workers[ask.peer.engine_id]
+            where = self._workers[ask.peer]
             self._pulling += 1
             self.spawn(self._pull(where, notification))
         else:
@@ -217,7 +209,7 @@ class MooncakeTransport(Transport):
             "bootstrap": self._own.bootstrap_url,
             "pull_port": self._own.pull_port,
             "data_plane": self.endpoint,
-            "peers": dict(self._workers),
+            "peers": {peer.engine_id: address for peer, address in self._workers.items()},
             "moves": len(self._moves),
             "pulls": self._pulling,
             "malformed_messages": self.malformed,

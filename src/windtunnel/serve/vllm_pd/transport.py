@@ -27,8 +27,8 @@ from windtunnel.core.vllm.connector.seam import (
     StartWrite,
 )
 from windtunnel.serve.clock import now_ns
-from windtunnel.serve.sglang.sockets import RankSockets
-from windtunnel.serve.vllm_pd.base import LOST, Mover, Transport
+from windtunnel.serve.pd.sockets import RankSockets
+from windtunnel.serve.vllm_pd.base import LOST, Mover, Transport, remember
 from windtunnel.serve.vllm_pd.memory import NO_REGION, Region
 from windtunnel.serve.vllm_pd.side_channel import SideChannel, shake_hands
 from windtunnel.wire.vllm.nixl import decode, encode
@@ -73,8 +73,8 @@ class NixlTransport(Transport):
         super().__init__(engine, sockets, mover, wake, time_scale)
         self._region = region
         self.channel = channel
-        self._endpoints: dict[str, str] = {}
-        """Engine id → its data plane."""
+        self._endpoints: dict[Peer, str] = {}
+        """Its data plane; as many as the engine itself remembers, the oldest first."""
         self._addresses: dict[str, set[str]] = {}
         """Data plane → the side channels that named it: how the mover's backend knows a peer."""
         self._landed: dict[int, _Landed] = {}
@@ -93,16 +93,17 @@ class NixlTransport(Transport):
     # What the engine asks
 
     async def _greet(self, peer: Peer) -> HandshakeDone:
+        """Who is remembered is whom the engine takes: else false ids at a true address would push good peers out."""
         told, found = await shake_hands(self.context, peer, self._socket_s(HANDSHAKE_S))
-        if found is not None:
+        if found is not None and self._engine.connector.peers.mismatch(peer, told) is None:
             self._mover.connect(peer, found.region)
-            self._found(peer, told.engine_id, found.endpoint)
+            self._found(peer, found.endpoint)
         return HandshakeDone(peer, told)
 
-    def _found(self, peer: Peer, engine_id: str, endpoint: str) -> None:
+    def _found(self, peer: Peer, endpoint: str) -> None:
         address = f"{peer.host}:{peer.port}"
         self._peers.get(endpoint)
-        self._endpoints[engine_id] = endpoint
+        remember(self._endpoints, peer, endpoint)
         self._addresses.setdefault(endpoint, set()).add(address)
         self._mover.find_peer(address)
 
@@ -110,7 +111,7 @@ class NixlTransport(Transport):
         def failed() -> None:
             self._later(NotifyFailed(ask.peer, ask.notification, LOST))
 
-        self._send(self._endpoints.get(ask.peer.engine_id, ""), Notification(encode(ask.notification)), failed)
+        self._send(self._endpoints.get(ask.peer, ""), Notification(encode(ask.notification)), failed)
 
     def _send(self, endpoint: str, message: Message, failed: Callable[[], None]) -> None:
         peer = self._peers.get(endpoint) if endpoint else None
@@ -128,7 +129,7 @@ class NixlTransport(Transport):
     # Moves
 
     def _move(self, ask: StartRead | StartWrite) -> None:
-        if ask.peer.engine_id in self._endpoints:
+        if ask.peer in self._endpoints:
             super()._move(ask)
         else:
             self._later(MoveFailed(ask.number, LOST))
@@ -142,7 +143,7 @@ class NixlTransport(Transport):
             self._report(report)
 
     def _ask_what_landed(self, ask: StartRead) -> None:
-        endpoint, number = self._endpoints[ask.peer.engine_id], ask.number
+        endpoint, number = self._endpoints[ask.peer], ask.number
 
         def failed() -> None:
             self._settle(number, MoveFailed(number, LOST))
@@ -200,7 +201,7 @@ class NixlTransport(Transport):
         return {
             "side_channel_port": self.channel.port,
             "data_plane": self.endpoint,
-            "peers": dict(self._endpoints),
+            "peers": {peer.engine_id: endpoint for peer, endpoint in self._endpoints.items()},
             "handshakes_under_way": self._handshakes,
             "moves": len(self._moves) + len(self._landed),
             "malformed_messages": self.malformed + self.channel.malformed,

@@ -10,8 +10,7 @@ from windtunnel.wire.output import HeldLogprobs
 from windtunnel.wire.sglang import errors, openai, requests
 from windtunnel.wire.sglang.env import SglangEnv
 from windtunnel.wire.sglang.openai import AnswerSpec, OpenAiRequest, chunk_head, finish_members, stream_end, usage_value
-from windtunnel.wire.vllm import chat as openai_chat
-from windtunnel.wire.vllm import chunks, messages_in, parsers, structured
+from windtunnel.wire.vllm import chat_prompt, chat_request, chunks, messages_in, parsers, structured
 
 name = "sglang_chat"
 paths: Sequence[str] = ("/v1/chat/completions",)
@@ -28,7 +27,7 @@ class ChatRequest(OpenAiRequest):
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     tools: list[messages_in.ChatCompletionToolsParam] | None = None
-    tool_choice: openai_chat.ToolChoice | None = None
+    tool_choice: chat_request.ToolChoice | None = None
     parallel_tool_calls: bool | None = True
     reasoning_effort: str | None = None
     separate_reasoning: bool | None = True
@@ -63,7 +62,7 @@ def plan(body: bytes, headers: Mapping[str, str], env: SglangEnv) -> Generation:
     limit = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     requests.check_ranges(request.sampling_values(limit))
     requests.check_logprobs("top_logprobs", request.top_logprobs, env)
-    _conversation, planned = openai_chat.render(request.messages, request, env)
+    _conversation, planned = chat_prompt.render(request.messages, request, env)
     prompts = (planned,)
     routed = requests.routing(request, headers, 1, env, request.model, request.n)
     spec = _spec(request, routed, prompts, env)

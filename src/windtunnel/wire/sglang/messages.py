@@ -10,6 +10,8 @@ from windtunnel.wire.sglang import errors, requests
 from windtunnel.wire.sglang.env import SglangEnv, lenient
 from windtunnel.wire.sglang.native import routed_values
 from windtunnel.wire.vllm import messages as anthropic
+from windtunnel.wire.vllm.messages_request import MessagesRequest
+from windtunnel.wire.vllm.messages_stream import MessageEncoder
 
 name = "sglang_messages"
 paths: Sequence[str] = ("/v1/messages",)
@@ -21,7 +23,7 @@ _SCRUBBED = "Internal server error"
 
 def plan(body: bytes, headers: Mapping[str, str], env: SglangEnv) -> Generation:
     """Any model name is served. Raises WireError for everything found before the head."""
-    request = errors.read_model(anthropic.MessagesRequest, body, headers)
+    request = errors.read_model(MessagesRequest, body, headers)
     extra = errors.validated(requests.RoutingFields.model_validate, request.model_extra or {})
     routed = requests.routing(extra, headers, 1, env, request.model)
     known = request.model_copy(update={"model": env.served_models[0], "cache_salt": None})
@@ -43,7 +45,7 @@ def plan(body: bytes, headers: Mapping[str, str], env: SglangEnv) -> Generation:
 
 
 def encoder(generation: Generation) -> StreamEncoder:
-    return anthropic.MessageEncoder(generation.spec)
+    return MessageEncoder(generation.spec)
 
 
 def body(generation: Generation, choices: Sequence[ChoiceResult], usage: Usage) -> bytes:

@@ -73,12 +73,30 @@ def _counter(name: str, text: str, label: str | None = None, start: tuple[str, .
     return Row(name, "counter", text, () if label is None else (label,), start=start)
 
 
+_ABSENT = tuple(
+    _gauge(name, f"Always 0: there is no {what} here")
+    for what, names in {
+        "sliding-window pool": (
+            "swa_token_usage", "swa_available_tokens", "swa_evictable_tokens", "swa_used_tokens", "prealloc_swa_token_usage",
+        ),
+        "state-space pool": ("mamba_usage", "mamba_available_tokens", "mamba_evictable_tokens", "mamba_used_tokens"),
+        "speculative decoding": (
+            "spec_accept_length", "spec_accept_rate", "spec_cap_length", "spec_block_accept_length", "spec_num_steps",
+            "spec_num_draft_tokens",
+        ),
+        "CUDA graph": ("is_cuda_graph",),
+        "host receive queue": ("num_decode_host_receive_queue_reqs",),
+    }.items()
+    for name in names
+)  # fmt: skip
+"""Gauges that every report of a real server writes, and that stay at zero without what they measure."""
+
 SCHEDULER_ROWS: tuple[Row, ...] = (
     _gauge("num_running_reqs", "Running requests, as the last report said"),
     _gauge("num_queue_reqs", "Requests in the waiting queue"),
     _gauge("num_grammar_queue_reqs", "Requests that wait for their grammar"),
-    _gauge("num_paused_reqs", "Requests held by a pause"),
-    _gauge("num_retracted_reqs", "Retracted requests that wait"),
+    _gauge("num_paused_reqs", "Always 0: nothing sets it in SGLang 0.5.23"),
+    _gauge("num_retracted_reqs", "Requests that the last retraction took since the batch reported before"),
     _gauge("token_usage", "Share of the fullest KV pool in use, two decimals"),
     _gauge("full_token_usage", "Share of the KV pool in use"),
     _gauge("num_used_tokens", "Tokens in use in the KV pool"),
@@ -87,7 +105,7 @@ SCHEDULER_ROWS: tuple[Row, ...] = (
     _gauge("kv_used_tokens", "Tokens of the KV pool that requests hold"),
     _gauge("cache_hit_rate", "Cached share of the prompt tokens of the last prefill report"),
     _gauge("gen_throughput", "Generated tokens per second since the report before"),
-    _gauge("utilization", "Running requests by what is possible; -1 on a prefill worker"),
+    _gauge("utilization", "-1 on a prefill worker, else always 0: nothing sets it in SGLang 0.5.23"),
     _gauge("new_token_ratio", "Share of the possible output that admission reserves"),
     _gauge("decode_sum_seq_lens", "Tokens of all running sequences"),
     _gauge("num_unique_running_routing_keys", "Routing keys of the running requests"),
@@ -97,6 +115,7 @@ SCHEDULER_ROWS: tuple[Row, ...] = (
     _gauge("context_len", "Context window in tokens"),
     _gauge("pending_prealloc_token_usage", "Share of the KV pool that requests wait for"),
     _gauge("prealloc_full_token_usage", "Share of the KV pool held by requests that do not run yet"),
+    *_ABSENT,
     _counter("num_retracted_requests", "Retractions"),
     _counter("num_retracted_input_tokens", "Prompt tokens of retracted requests"),
     _counter("num_retracted_output_tokens", "Tokens that retracted requests had generated"),
@@ -236,9 +255,9 @@ class SglangMetrics:
     def _add_scheduler(self, engine_type: str) -> None:
         children = [labels for rank in self._scheduler for labels in rank]
         rows = list(SCHEDULER_ROWS)
+        rows += [_gauge(self._names.get(name, name), text) for named in DISAGG_GAUGES.values() for name, text in named]
         if engine_type != "unified":
-            named = DISAGG_GAUGES.get(engine_type, ())
-            rows += [_gauge(self._names.get(name, name), text) for name, text in named] + list(DISAGG_ROWS)
+            rows += DISAGG_ROWS
         for row in rows:
             self._add(row, (*SCHEDULER_LABELS, *self._dp, *row.labels), children)
 

@@ -35,6 +35,7 @@ class GenerateRequest(requests.RoutingFields):
     input_embeds: Any = None
     model: str | None = None
     sampling_params: SamplingParams | list[SamplingParams] | None = None
+    session_params: requests.SessionFields | None = None
     stream: bool | None = False
     return_logprob: bool | list[bool] | None = False
     logprob_start_len: int | list[int] | None = None
@@ -66,7 +67,8 @@ def plan(body: bytes, headers: Mapping[str, str], env: SglangEnv) -> Generation:
     request = errors.read_model(GenerateRequest, body, headers)
     values, batch = _prompts(request)
     sampling = _sampling(request)
-    planned = tuple(requests.prompt_of(value, env) for value in values)
+    turn = requests.session_turn(request.session_params, request.session_id, len(values) * sampling.n)
+    planned = tuple(requests.prompt_of(value, env, may_be_empty=turn is not None) for value in values)
     requests.check_ranges(sampling.model_dump())
     requests.check_size(len(planned), sampling.n)
     requests.check_logprobs("top_logprobs_num", _first(request.top_logprobs_num), env)
@@ -97,6 +99,7 @@ def plan(body: bytes, headers: Mapping[str, str], env: SglangEnv) -> Generation:
         engine_ids=routed.rids,
         answer_text=requests.wanted_text(sampling, planned, env),
         stream_interval=env.stream_interval,
+        extra={} if turn is None else {"session": turn},
         **routed_values(routed),
     )
 
@@ -112,7 +115,6 @@ def routed_values(routed: requests.Routing) -> dict[str, Any]:
         "data_parallel_rank": routed.rank,
         "session_id": routed.session_id,
         "bootstrap": routed.bootstrap,
-        "extra": {} if routed.turn is None else {"session": routed.turn},
         "kv_transfer": None if routed.prefill_rank is None else {"disagg_prefill_dp_rank": routed.prefill_rank},
     }
 
@@ -130,7 +132,8 @@ def _prompts(request: GenerateRequest) -> tuple[list[Any], bool]:
     if request.input_embeds is not None:
         raise WireError("input_embeds is not simulated: send text or input_ids")
     value: Any = given[0]
-    if isinstance(value, str) or (value and isinstance(value[0], int)):
+    joins = request.session_params is not None and request.session_params.id
+    if isinstance(value, str) or (value and isinstance(value[0], int)) or (joins and not value):
         return [value], False
     if not 1 <= len(value) <= requests.MAX_BATCH:
         raise WireError(f"A batch has 1 to {requests.MAX_BATCH} prompts, got {len(value)}")

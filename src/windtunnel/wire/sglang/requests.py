@@ -44,6 +44,7 @@ class SessionTurn:
     rid: str | None
     """The request to go on from."""
     offset: int
+    """Tokens to keep of what comes before, from its end if it is negative; 0: all."""
     replace: bool
     drop_previous_output: bool
 
@@ -57,7 +58,6 @@ class RoutingFields(fields.OpenModel):
     priority: int | None = None
     lora_path: str | list[str | None] | None = None
     session_id: str | None = None
-    session_params: SessionFields | list[SessionFields] | None = None
     bootstrap_host: str | list[str] | None = None
     bootstrap_port: int | list[int | None] | None = None
     bootstrap_room: int | list[int] | None = None
@@ -101,14 +101,12 @@ class Routing:
     extra_key: str | None
     routing_key: str | None
     session_id: str | None
-    turn: SessionTurn | None
 
 
 def routing(
     request: RoutingFields, headers: Mapping[str, str], count: int, env: SglangEnv, model: str | None = None, n: int | None = 1
 ) -> Routing:
     """`count` prompts with `n` choices each. Raises the 400 for what does not fit the batch or the server."""
-    turn = _turn(request.session_params, count * (n or 1))
     return Routing(
         rids=_rids(request.rid, count, env),
         lora=_lora(request.lora_path, model, env),
@@ -119,19 +117,18 @@ def routing(
         cache_salt=_first(request.cache_salt),
         extra_key=_first(request.extra_key),
         routing_key=headers.get("x-smg-routing-key"),
-        session_id=request.session_id or (turn.session if turn else None),
-        turn=turn,
+        session_id=request.session_id,
     )
 
 
-def _turn(given: SessionFields | list[SessionFields] | None, results: int) -> SessionTurn | None:
-    told = _first(given)
-    if told is None or told.id is None:
+def session_turn(told: SessionFields | None, session_id: str | None, results: int) -> SessionTurn | None:
+    """What `session_params` ask for; None without an id in them. Raises the 400 for what does not fit them."""
+    if told is not None and session_id is not None:
+        raise WireError("session_id and session_params cannot both be set.")
+    if told is None or not told.id:
         return None
     if results > 1:
         raise WireError("session_params: a request of a session has one prompt and one answer, a batch is not simulated")
-    if (told.offset or 0) < 0:
-        raise WireError(f"session_params.offset is {told.offset}: must be at least 0")
     return SessionTurn(told.id, told.rid, told.offset or 0, bool(told.replace), bool(told.drop_previous_output))
 
 
@@ -208,13 +205,15 @@ def _first(value: T | list[T] | None) -> T | None:
     return (value[0] if value else None) if isinstance(value, list) else value
 
 
-def prompt_of(value: str | Sequence[int], env: SglangEnv, *, special: bool = True) -> PromptPlan:
+def prompt_of(value: str | Sequence[int], env: SglangEnv, *, special: bool = True, may_be_empty: bool = False) -> PromptPlan:
     """Tokenise one prompt. Raises the 400 for one that cannot be."""
     if isinstance(value, str):
         planned = prompts.from_text(value, env, add_special_tokens=special)
     else:
         planned = prompts.from_token_ids(value, env)
     if not planned.token_ids:
+        if may_be_empty:
+            return planned
         raise WireError("The prompt is empty: it needs at least one token.")
     for extreme in (min(planned.token_ids), max(planned.token_ids)):
         if not 0 <= extreme < env.vocabulary:

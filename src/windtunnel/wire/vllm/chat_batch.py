@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from windtunnel.wire import http
 from windtunnel.wire.env import ServerEnv
 from windtunnel.wire.family import Generation, WireError
-from windtunnel.wire.vllm import chat, fields, messages_in, models, sampling, structured
+from windtunnel.wire.vllm import chat, chat_prompt, fields, messages_in, models, sampling, structured
 from windtunnel.wire.vllm.completions import Routing, check_cache_salt
 from windtunnel.wire.vllm.fields import Int64, StopList
 
@@ -107,10 +107,10 @@ def plan(body: bytes, headers: Mapping[str, str], env: ServerEnv) -> Generation:
     """Read, validate, render and tokenise every conversation. Raises WireError."""
     request = http.read_model(BatchChatCompletionRequest, body, headers)
     model, lora = models.resolve(request.model, env)
-    chat.check_trust(request, env)
+    chat_prompt.check_trust(request, env)
     sampling.check_logit_bias_keys(request.logit_bias)
     check_cache_salt(request.cache_salt, env)
-    rendered = [chat.render(conversation, request, env) for conversation in request.messages]
+    rendered = [chat_prompt.render(conversation, request, env) for conversation in request.messages]
     planned = tuple(prompt for _messages, prompt in rendered)
     longest = max(len(prompt.token_ids) for prompt in planned)
     sampled = chat.chat_sampling(request.plain, env, longest)

@@ -1,8 +1,7 @@
 """Derender routes: what `/inference/v1/generate` answered, back in the API's form (vLLM 0.33, `scale_out/derender`).
 
-No engine has a part in it: the tokens go through the output state of a live answer, and the same writers write it.
-A token outside the vocabulary is a 400 of ours. Members that neither the tokens nor the original request tell are null. Chunks
-of a stream (`"stream": true`) are not simulated.
+No engine has a part in it: the tokens go through the output state of a live answer, and the same writers write it. Members that
+neither the tokens nor the original request tell are null. A body with `"stream": true` is one chunk: `derender_stream`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,38 +12,21 @@ from pydantic import Field
 
 from windtunnel.wire import http
 from windtunnel.wire.env import ServerEnv
-from windtunnel.wire.family import ChoiceResult, Generation, PromptPlan, SamplingPlan, TokenLogprob, Usage, WireError
-from windtunnel.wire.output import ChoiceState, decoded
-from windtunnel.wire.vllm import chat, completions, fields, models, prompts
-from windtunnel.wire.vllm.fields import TokenId
+from windtunnel.wire.family import ChoiceResult, Generation, PromptPlan, SamplingPlan, Usage, WireError
+from windtunnel.wire.output import ChoiceState
+from windtunnel.wire.vllm import chat, completions, derender_parts, derender_stream, fields, models, prompts
+from windtunnel.wire.vllm.chat_request import ChatCompletionRequest
+from windtunnel.wire.vllm.derender_parts import Ids
 from windtunnel.wire.vllm.generate import disabled
 
 Derender = Callable[[bytes, Mapping[str, str], ServerEnv], bytes]
-Ids = list[TokenId]
 
 CHOICES_MAX = 16384
 """`VLLM_MAX_N_SEQUENCES`."""
 
 
-class Candidate(fields.OpenModel):
-    token_id: TokenId
-    logprob: float
-
-
-class Entry(Candidate):
-    top_logprobs: list[Candidate] = Field(default_factory=list)
-
-
-class Logprobs(fields.OpenModel):
-    content: list[Entry] | None = None
-
-
-class Choice(fields.OpenModel):
-    index: int
+class Choice(derender_parts.Part):
     finish_reason: str | None = "stop"
-    stop_reason: int | str | None = None
-    token_ids: Ids | None = None
-    logprobs: Logprobs | None = None
 
 
 class Generated(fields.OpenModel):
@@ -53,21 +35,22 @@ class Generated(fields.OpenModel):
     request_id: str
     output_mode: Literal["tokens"] = "tokens"
     choices: list[Choice]
+    prompt_logprobs: list[Any] | None = None
     prompt_token_ids: Ids | None = None
     kv_transfer_params: dict[str, Any] | None = None
 
 
 class ChatDerender(fields.OpenModel):
-    stream: bool = False
+    stream: Literal[False] = False
     model: str | None = None
     generate_response: Generated
     prompt_tokens: Annotated[int, Field(ge=0)] | None = None
     prompt_token_ids: Ids | None = None
-    chat_request: chat.ChatCompletionRequest | None = None
+    chat_request: ChatCompletionRequest | None = None
 
 
 class CompletionDerender(fields.OpenModel):
-    stream: bool = False
+    stream: Literal[False] = False
     model: str | None = None
     generate_responses: list[Generated]
     prompt_tokens: list[Annotated[int, Field(ge=0)]] | None = None
@@ -77,28 +60,23 @@ class CompletionDerender(fields.OpenModel):
 
 def chat_derender(body: bytes, headers: Mapping[str, str], env: ServerEnv) -> bytes:
     """All of these raise WireError."""
-    _check_possible(body, env)
     asked = http.read_model(ChatDerender, body, headers)
     model, _lora = models.resolve(asked.model, env)
     _check_bounds([asked.generate_response], env)
-    parsed = env.reasoning_parser is not None or env.tool_call_parser is not None
-    if parsed and asked.chat_request is None:
-        raise WireError(
-            "chat_request is required when a tool or reasoning parser is configured because plain detokenization would leak raw"
-            " parser markup into content."
-        )
-    planned = _chat_plan(asked, headers, env)
+    _check_prompts([asked.prompt_token_ids], env)
+    derender_parts.check_parsers(asked.chat_request, env)
+    planned = derender_parts.chat_plan(asked.chat_request, headers, env)
     answer = asked.generate_response
     told = _told(planned, [answer], [asked.prompt_tokens or 0], [asked.prompt_token_ids], env)
     generation, choices, usage = told
     spec = replace(generation.spec, response_id=answer.request_id, model=model, created=env.now_s())
-    if asked.chat_request is None and any(choice.logprobs is not None for choice in choices):
-        spec = replace(spec, top_logprobs=env.vocabulary)
+    if any(choice.logprobs is not None for choice in choices):
+        keep = derender_parts.chat_candidates(asked.chat_request)
+        spec = replace(spec, top_logprobs=env.vocabulary if keep is None else keep)
     return chat.body(replace(generation, spec=spec), choices, usage)
 
 
 def completion_derender(body: bytes, headers: Mapping[str, str], env: ServerEnv) -> bytes:
-    _check_possible(body, env)
     asked = http.read_model(CompletionDerender, body, headers)
     model, _lora = models.resolve(asked.model, env)
     answers = asked.generate_responses
@@ -108,22 +86,14 @@ def completion_derender(body: bytes, headers: Mapping[str, str], env: ServerEnv)
         if given is not None and len(given) != len(answers):
             raise WireError(f"{name} length ({len(given)}) must equal generate_responses length ({len(answers)})")
     _check_bounds(answers, env)
-    request = asked.completion_request or completions.CompletionRequest(prompt=" ")
-    planned = completions.plan_request(request.model_copy(update={"model": None, "stream": False}), headers, env)
+    _check_prompts(asked.prompt_token_ids or [], env)
+    planned = derender_parts.completion_plan(asked.completion_request, headers, env)
     counts = asked.prompt_tokens or [0] * len(answers)
     generation, choices, usage = _told(planned, answers, counts, asked.prompt_token_ids or [None] * len(answers), env)
     spec = replace(generation.spec, response_id=answers[0].request_id, model=model, created=env.now_s(), echo=False)
     if any(choice.logprobs is not None for choice in choices) and spec.logprobs is None:
         spec = replace(spec, logprobs=0)
     return completions.body(replace(generation, spec=spec), choices, usage)
-
-
-def _check_possible(body: bytes, env: ServerEnv) -> None:
-    if not env.enable_scale_out:
-        raise disabled()
-    asked = http.parse_json(body)
-    if isinstance(asked, dict) and asked.get("stream") is True:
-        raise WireError("Derendering the chunks of a stream is not simulated", 501, "NotImplementedError")
 
 
 def _check_bounds(answers: Sequence[Generated], env: ServerEnv) -> None:
@@ -134,26 +104,31 @@ def _check_bounds(answers: Sequence[Generated], env: ServerEnv) -> None:
             told = f"choices count ({len(answer.choices)}) in response '{answer.request_id}'"
             raise WireError(f"{told} exceeds server maximum ({CHOICES_MAX}).")
         for choice in answer.choices:
-            if not choice.token_ids:
-                raise WireError(f"choice {choice.index} has empty or null token_ids")
-            if len(choice.token_ids) > env.max_model_len:
-                told = f"token_ids length ({len(choice.token_ids)}) in choice {choice.index}"
-                raise WireError(f"{told} exceeds max_model_len ({env.max_model_len}).")
-            prompts.check_vocabulary(_ids(choice), env)
+            _check_choice(choice, env)
+        if len(answer.prompt_logprobs or ()) > env.max_model_len:
+            told = f"prompt_logprobs length ({len(answer.prompt_logprobs or ())}) in response '{answer.request_id}'"
+            raise WireError(f"{told} exceeds max_model_len ({env.max_model_len}).")
 
 
-def _ids(choice: Choice) -> Ids:
-    """Every token that is to become text."""
+def _check_choice(choice: Choice, env: ServerEnv) -> None:
     entries = (choice.logprobs and choice.logprobs.content) or ()
-    candidates = [one.token_id for entry in entries for one in (entry, *entry.top_logprobs)]
-    return [*(choice.token_ids or ()), *candidates]
+    for name, given in (("token_ids", choice.token_ids or ()), ("logprobs.content", entries)):
+        if len(given) > env.max_model_len:
+            told = f"{name} length ({len(given)}) in choice {choice.index}"
+            raise WireError(f"{told} exceeds max_model_len ({env.max_model_len}).")
+    most = max((len(entry.top_logprobs) for entry in entries), default=0)
+    if most > env.max_logprobs >= 0:
+        told = f"top_logprobs count ({most}) in choice {choice.index}"
+        raise WireError(f"{told} exceeds max_logprobs ({env.max_logprobs}).")
+    if not choice.token_ids:
+        raise WireError(f"choice {choice.index} has empty or null token_ids")
+    prompts.check_vocabulary(derender_parts.ids_of(choice), env)
 
 
-def _chat_plan(asked: ChatDerender, headers: Mapping[str, str], env: ServerEnv) -> Generation:
-    request = asked.chat_request
-    if request is None:
-        request = chat.ChatCompletionRequest.model_validate({"messages": [{"role": "user", "content": ""}]})
-    return chat.plan_request(request.model_copy(update={"model": None, "stream": False}), headers, env)
+def _check_prompts(given: Sequence[Ids | None], env: ServerEnv) -> None:
+    for ids in given:
+        if len(ids or ()) > env.max_model_len:
+            raise WireError(f"prompt_token_ids length ({len(ids or ())}) exceeds max_model_len ({env.max_model_len}).")
 
 
 def _told(
@@ -168,7 +143,11 @@ def _told(
         PromptPlan(tuple(given or answer.prompt_token_ids or ()), None)
         for given, answer in zip(prompt_ids, answers, strict=True)
     )
-    choices = [_choice(choice, at, planned.sampling, env) for at, answer in enumerate(answers) for choice in answer.choices]
+    choices = [
+        _choice(choice, at, planned.sampling, made[at].token_ids, env)
+        for at, answer in enumerate(answers)
+        for choice in answer.choices
+    ]
     numbered = [replace(choice, index=at) for at, choice in enumerate(choices)]
     usage = Usage(sum(prompt_tokens), sum(len(choice.token_ids) for choice in choices))
     params = answers[0].kv_transfer_params
@@ -177,38 +156,38 @@ def _told(
     return replace(planned, prompts=made, spec=spec, extra={}), numbered, usage
 
 
-def _choice(given: Choice, prompt_index: int, sampling: SamplingPlan, env: ServerEnv) -> ChoiceResult:
+def _choice(given: Choice, at: int, sampling: SamplingPlan, prompt: Sequence[int], env: ServerEnv) -> ChoiceResult:
     """The text as the engine's detokenizer gives it: without the token that ended it, and cut at a stop string."""
     ids = tuple(given.token_ids or ())
-    by_token = _ended_by_token(given, ids[-1], sampling, env)
+    by_token = derender_parts.ended_by_token(given, sampling, env)
     looked_for = () if by_token or given.finish_reason != "stop" else sampling.stop
     stop = (given.stop_reason,) if isinstance(given.stop_reason, str) else looked_for
-    state = ChoiceState(given.index, prompt_index, replace(sampling, stop=stop, logprobs=None), env.tokenizer)
+    state = ChoiceState(given.index, at, replace(sampling, stop=stop, logprobs=None), env.tokenizer, after=prompt)
     state.push(ids, "stop" if by_token else "length", given.stop_reason)
     made = state.result()
-    stop_reason = made.stop_reason if state.stopped_by is not None else given.stop_reason
-    if by_token and stop_reason is None and ids[-1] != env.tokenizer.eos_token_id:
-        stop_reason = ids[-1]
-    entries = given.logprobs.content if given.logprobs is not None else None
-    logprobs = None if entries is None else tuple(_entry(one, env) for one in entries)
-    return replace(made, finish_reason=given.finish_reason, stop_reason=stop_reason, token_ids=ids, logprobs=logprobs)
+    told = derender_parts.stop_reason_of(given, sampling, env)
+    return replace(
+        made,
+        finish_reason=given.finish_reason,
+        stop_reason=made.stop_reason if state.stopped_by is not None else told,
+        token_ids=ids,
+        logprobs=derender_parts.logprob_entries(given, None, env),
+    )
 
 
-def _ended_by_token(given: Choice, last: int, sampling: SamplingPlan, env: ServerEnv) -> bool:
-    if given.finish_reason != "stop" or isinstance(given.stop_reason, str):
-        return False
-    if given.stop_reason is not None:
-        return last == given.stop_reason
-    eos = () if sampling.ignore_eos else (env.tokenizer.eos_token_id, *env.extra_eos_token_ids)
-    return last in eos or last in sampling.stop_token_ids
+def _by_form(whole: Derender, streamed: Derender) -> Derender:
+    """One path for both: `stream` in the body tells which."""
 
+    def derender(body: bytes, headers: Mapping[str, str], env: ServerEnv) -> bytes:
+        if not env.enable_scale_out:
+            raise disabled()
+        told = http.parse_json(body)
+        return (streamed if isinstance(told, dict) and told.get("stream") is True else whole)(body, headers, env)
 
-def _entry(given: Entry, env: ServerEnv) -> TokenLogprob:
-    top = tuple((one.token_id, decoded(env.tokenizer, one.token_id), one.logprob) for one in given.top_logprobs)
-    return TokenLogprob(given.token_id, decoded(env.tokenizer, given.token_id), given.logprob, top)
+    return derender
 
 
 ROUTES: Mapping[str, Derender] = {
-    "/v1/completions/derender": completion_derender,
-    "/v1/chat/completions/derender": chat_derender,
+    "/v1/completions/derender": _by_form(completion_derender, derender_stream.completion_chunk),
+    "/v1/chat/completions/derender": _by_form(chat_derender, derender_stream.chat_chunk),
 }

@@ -7,7 +7,7 @@ from typing import Any
 from windtunnel.wire import http
 from windtunnel.wire.env import ServerEnv
 from windtunnel.wire.family import ChoiceResult, Generation, StreamEncoder, Usage, WireError
-from windtunnel.wire.vllm import chat, completions
+from windtunnel.wire.vllm import chat, chat_request, chat_spec, completions
 
 name = "invocations"
 paths: Sequence[str] = ("/invocations",)
@@ -20,7 +20,7 @@ def plan(body: bytes, headers: Mapping[str, str], env: ServerEnv) -> Generation:
     http.check_content_type(headers)
     value = _parsed(body)
     if isinstance(value, Mapping) and "messages" in value:
-        return chat.plan_request(http.validated(chat.ChatCompletionRequest.model_validate, value), headers, env)
+        return chat.plan_request(http.validated(chat_request.ChatCompletionRequest.model_validate, value), headers, env)
     return completions.plan_request(http.validated(completions.CompletionRequest.model_validate, value), headers, env)
 
 
@@ -33,9 +33,9 @@ def _parsed(body: bytes) -> Any:
 
 
 def encoder(generation: Generation) -> StreamEncoder:
-    return chat.encoder(generation) if isinstance(generation.spec, chat.ChatSpec) else completions.encoder(generation)
+    return chat.encoder(generation) if isinstance(generation.spec, chat_spec.ChatSpec) else completions.encoder(generation)
 
 
 def body(generation: Generation, choices: Sequence[ChoiceResult], usage: Usage) -> bytes:
-    write = chat.body if isinstance(generation.spec, chat.ChatSpec) else completions.body
+    write = chat.body if isinstance(generation.spec, chat_spec.ChatSpec) else completions.body
     return write(generation, choices, usage)

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 from pydantic import BaseModel, Field
 
-from windtunnel.core.vllm.connector.mooncake import MAX_PULLS
-from windtunnel.core.vllm.connector.params import HOST_LIMIT_BYTES, ID_LIMIT_BYTES, MAX_BLOCK, MAX_BLOCKS, is_text
+from windtunnel.core.vllm.connector.mooncake.pulls import MAX_PULLS
+from windtunnel.core.vllm.connector.params import HOST_LIMIT_BYTES, ID_LIMIT_BYTES, MAX_BLOCK, MAX_BLOCKS, MAX_RANKS, is_text
 from windtunnel.core.vllm.connector.seam import Peer, Pull, Pulled, Pulls
 
 BYTES_LIMIT = 16 * 1024 * 1024
-RANKS_LIMIT = 1024
+MAX_BLOCK_BYTES = 1 << 40
 _REASON_LIMIT = 500
 FINISH, CONTINUE, ERROR, LAYOUT_MISS = range(4)
 """`MooncakeXferResponseStatus`."""
@@ -31,7 +31,7 @@ class MooncakeError(ValueError):
 
 
 class XferMetadata(msgspec.Struct, omit_defaults=True):
-    """A pull. The layout of the caches is empty: nothing is written to these addresses."""
+    """A pull. All ranks and layers are one region here, whose blocks have so many bytes; nothing is written to addresses."""
 
     remote_hostname: str
     remote_port: int
@@ -63,8 +63,8 @@ def encode_pulls(pulls: Pulls) -> bytes:
         remote_tp_rank=0,
         req_blocks={one.request_id: (one.transfer_id, [list(one.blocks)] if one.blocks else []) for one in pulls.pulls},
         kv_caches_base_addr=[],
-        block_lens=[],
-        kv_block_lens=[],
+        block_lens=[pulls.block_bytes],
+        kv_block_lens=[pulls.block_bytes],
         windtunnel_engine_id=decode.engine_id,
     )
     return msgspec.msgpack.encode(metadata)
@@ -77,12 +77,14 @@ def decode_pulls(data: bytes) -> Pulls:
         raise MooncakeError("a pull of an engine with real memory: a simulator has nothing to write there")
     if not is_text(told.windtunnel_engine_id, ID_LIMIT_BYTES) or not is_text(told.remote_hostname, HOST_LIMIT_BYTES):
         raise MooncakeError("a pull: the engine's id or its host is too long, or no text")
-    if not (0 < told.remote_port < 65536 and 1 <= told.remote_tp_size <= RANKS_LIMIT):
+    if not (0 < told.remote_port < 65536 and 1 <= told.remote_tp_size <= MAX_RANKS):
         raise MooncakeError(f"a pull: port {told.remote_port} or tensor-parallel size {told.remote_tp_size} is out of range")
     if not 0 < len(told.req_blocks) <= MAX_PULLS:
         raise MooncakeError(f"a pull of {len(told.req_blocks)} requests: must be 1 to {MAX_PULLS}")
     decode = Peer(told.windtunnel_engine_id, told.remote_hostname, told.remote_port, told.remote_tp_size)
-    return Pulls(decode, tuple(_pull(request_id, *one) for request_id, one in told.req_blocks.items()))
+    if len(told.kv_block_lens) != 1 or not 0 < told.kv_block_lens[0] <= MAX_BLOCK_BYTES:
+        raise MooncakeError(f"a pull: kv_block_lens must have the bytes of a block, 1 to {MAX_BLOCK_BYTES}")
+    return Pulls(decode, tuple(_pull(request_id, *one) for request_id, one in told.req_blocks.items()), told.kv_block_lens[0])
 
 
 def _pull(request_id: str, transfer_id: str, groups: Sequence[Sequence[int]]) -> Pull:
@@ -173,10 +175,10 @@ def worker_addresses(body: bytes) -> dict[str, str]:
 
 
 def engine_ids(body: bytes) -> dict[int, str]:
-    """The same: of each data-parallel rank its engine id, at least one. Raises MooncakeError."""
+    """The same: of each data-parallel rank its engine id, from one to `MAX_RANKS` of them. Raises MooncakeError."""
     ids = {int(rank): entry.engine_id for rank, entry in _entries(body).items() if re.fullmatch("[0-9]{1,9}", rank)}
-    if not ids:
-        raise MooncakeError("no engine is registered")
+    if not 0 < len(ids) <= MAX_RANKS:
+        raise MooncakeError(f"{len(ids)} engines are registered: must be 1 to {MAX_RANKS}")
     return ids
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgpack
 
-from windtunnel.core.vllm.connector.params import HOST_LIMIT_BYTES, ID_LIMIT_BYTES, MAX_BLOCK, MAX_BLOCKS, is_text
+from windtunnel.core.vllm.connector.params import HOST_LIMIT_BYTES, ID_LIMIT_BYTES, MAX_BLOCK, MAX_BLOCKS, MAX_RANKS, is_text
 from windtunnel.core.vllm.connector.seam import Consumed, Heartbeat, Notification, Peer, Pushed, Registration
 
 HEARTBEAT = b"HB:"
@@ -114,7 +114,7 @@ def _read_registration(payload: bytes) -> Registration:
         _text(told, "decode_engine_id"),
         _text(told, "decode_host", HOST_LIMIT_BYTES),
         _number(told, "decode_port", 1, 65535),
-        _number(told, "decode_tp_size", 1, 1024),
+        _number(told, "decode_tp_size", 1, MAX_RANKS),
     )
     remote = told.get("remote_request_id")
     if remote is not None:

@@ -61,7 +61,13 @@ def decode_body(body: Mapping[str, Any], answer: Mapping[str, Any]) -> dict[str,
 def mooncake_bodies(
     path: str, body: Mapping[str, Any], transfer_id: str, bootstrap: str, engine_id: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """For a prefill and for a decode, which go out together. `bootstrap` is `http://HOST:PORT`."""
+    """For a prefill and for a decode, which go out together."""
+    to_prefill, to_decode = mooncake_params(transfer_id, bootstrap, engine_id)
+    return prefill_body(path, body, to_prefill), {**body, "kv_transfer_params": to_decode}
+
+
+def mooncake_params(transfer_id: str, bootstrap: str, engine_id: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """`kv_transfer_params` for a prefill and for a decode. `bootstrap` is `http://HOST:PORT`."""
     to_prefill = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
     to_decode = {
         "do_remote_decode": False,
@@ -70,7 +76,7 @@ def mooncake_bodies(
         "remote_engine_id": engine_id,
         "transfer_id": transfer_id,
     }
-    return prefill_body(path, body, to_prefill), {**body, "kv_transfer_params": to_decode}
+    return to_prefill, to_decode
 
 
 def cached_tokens(answer: Mapping[str, Any]) -> int:

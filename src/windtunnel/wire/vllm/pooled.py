@@ -11,7 +11,7 @@ from typing import Any, Literal
 from windtunnel.wire import http
 from windtunnel.wire.env import ServerEnv
 from windtunnel.wire.family import Generation, PromptPlan, SamplingPlan, StreamEncoder, Usage, WireError
-from windtunnel.wire.vllm import chat, fields, messages_in, models, prompts
+from windtunnel.wire.vllm import chat_prompt, fields, messages_in, models, prompts
 from windtunnel.wire.vllm.completions import check_cache_salt
 from windtunnel.wire.vllm.fields import CacheSalt, Int64, TokenId, Truncation
 
@@ -77,8 +77,8 @@ def input_prompts(request: InputRequest, env: ServerEnv) -> tuple[PromptPlan, ..
     """One prompt for each input. Raises WireError."""
     check_removed(request)
     if request.messages is not None:
-        chat.check_trust(request, env)
-        return (chat.render(request.messages, request, env)[1],)
+        chat_prompt.check_trust(request, env)
+        return (chat_prompt.render(request.messages, request, env)[1],)
     given = request.input
     if given is None:
         raise validation_missing("input", request)

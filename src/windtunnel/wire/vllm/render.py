@@ -9,8 +9,9 @@ from typing import Any
 from windtunnel.wire import http
 from windtunnel.wire.env import ServerEnv
 from windtunnel.wire.family import Generation, PromptPlan
-from windtunnel.wire.vllm import chat, completions, derender, messages, responses, sampling
+from windtunnel.wire.vllm import chat, chat_request, completions, derender, messages, messages_chat, responses, sampling
 from windtunnel.wire.vllm.generate import disabled
+from windtunnel.wire.vllm.messages_request import MessagesRequest
 from windtunnel.wire.vllm.responses_in import ResponsesRequest
 
 Render = Callable[[bytes, Mapping[str, str], ServerEnv], bytes]
@@ -41,7 +42,7 @@ def completions_render(body: bytes, headers: Mapping[str, str], env: ServerEnv) 
 
 def chat_render(body: bytes, headers: Mapping[str, str], env: ServerEnv) -> bytes:
     _check_enabled(env)
-    request = http.read_model(chat.ChatCompletionRequest, body, headers)
+    request = http.read_model(chat_request.ChatCompletionRequest, body, headers)
     return _chat_value(_good(chat.plan_request(request, headers, env)), request, env)
 
 
@@ -54,12 +55,12 @@ def responses_render(body: bytes, headers: Mapping[str, str], env: ServerEnv) ->
 
 def messages_render(body: bytes, headers: Mapping[str, str], env: ServerEnv) -> bytes:
     _check_enabled(env)
-    request = http.read_model(messages.MessagesRequest, body, headers)
+    request = http.read_model(MessagesRequest, body, headers)
     planned = _good(messages.plan_request(request, headers, env))
-    return _chat_value(planned, messages.chat_request(request, env), env)
+    return _chat_value(planned, messages_chat.chat_request(request, env), env)
 
 
-def _chat_value(planned: Generation, request: chat.ChatCompletionRequest, env: ServerEnv) -> bytes:
+def _chat_value(planned: Generation, request: chat_request.ChatCompletionRequest, env: ServerEnv) -> bytes:
     template = {
         "cohere_format": "cmd4",
         "add_generation_prompt": request.add_generation_prompt,

@@ -11,7 +11,8 @@ from typing import Any
 from windtunnel.wire import http
 from windtunnel.wire.env import ServerEnv, Stored
 from windtunnel.wire.family import ChoiceResult, Delta, Generation, StreamEncoder, TokenLogprob, Usage, WireError
-from windtunnel.wire.vllm import chat, chunks, fields, messages_in, models, parsers
+from windtunnel.wire.vllm import chat, chat_spec, chunks, fields, messages_in, models, parsers
+from windtunnel.wire.vllm.chat_request import ChatCompletionRequest
 from windtunnel.wire.vllm.responses_in import (
     JsonObjectFormat,
     JsonSchemaFormat,
@@ -32,7 +33,7 @@ class ResponseSpec:
     """What a response is written from."""
 
     env: ServerEnv
-    chat: chat.ChatSpec
+    chat: chat_spec.ChatSpec
     response_id: str
     created: int
     echoed: Mapping[str, Any]
@@ -115,9 +116,7 @@ def check_cancellable(stored: Stored) -> None:
         raise WireError("Cannot cancel a synchronous response.", 400, INVALID_REQUEST, "response_id")
 
 
-def chat_request(
-    request: ResponsesRequest, messages: Sequence[Mapping[str, Any]], env: ServerEnv
-) -> chat.ChatCompletionRequest:
+def chat_request(request: ResponsesRequest, messages: Sequence[Mapping[str, Any]], env: ServerEnv) -> ChatCompletionRequest:
     """The chat request that says the same. Its parts have been validated, so nothing is validated again."""
     same_name = (
         "model", "parallel_tool_calls", "stream", "temperature", "top_p", "top_k", "min_p", "skip_special_tokens", "logit_bias",
@@ -134,7 +133,7 @@ def chat_request(
         "logprobs": request.wants_logprobs,
         "top_logprobs": request.top_logprobs,
     }
-    return chat.ChatCompletionRequest.model_construct(**values, **_tool_values(request, env))
+    return ChatCompletionRequest.model_construct(**values, **_tool_values(request, env))
 
 
 def _response_format(request: ResponsesRequest) -> fields.ResponseFormat | None:
@@ -310,7 +309,7 @@ def body(generation: Generation, choices: Sequence[ChoiceResult], usage: Usage) 
     """The JSON of an answer that is not streamed, nulls included."""
     spec: ResponseSpec = generation.spec
     (result,) = choices
-    counter = chat.ReasoningCount(spec.chat)
+    counter = chat_spec.ReasoningCount(spec.chat)
     counter.add(result.token_ids)
     value = final_value(spec, _output(spec, result), result.finish_reason, counter.total, usage)
     keep(spec, value)
@@ -358,7 +357,7 @@ class ResponseEncoder:
     def __init__(self, spec: ResponseSpec) -> None:
         self._spec = spec
         self._parser = parsers.make_parser(reasoning=spec.chat.reasoning, tools=spec.chat.tools is not None)
-        self._counter = chat.ReasoningCount(spec.chat)
+        self._counter = chat_spec.ReasoningCount(spec.chat)
         self._item: _OpenItem | None = None
         self._output: list[dict[str, Any]] = []
         self._number = 0

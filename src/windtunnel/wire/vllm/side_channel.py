@@ -10,11 +10,11 @@ msgpack arrays of this module's own.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 
-from windtunnel.core.vllm.connector.params import ID_LIMIT_BYTES
+from windtunnel.core.vllm.connector.params import ID_LIMIT_BYTES, MAX_RANKS
 
 GET_META = b"get_meta_msg"
 _AGENT = b"windtunnel:"
@@ -39,7 +39,7 @@ class AgentMetadata(msgspec.Struct, frozen=True):
     block_lens: list[int]
     kv_cache_layout: str
     block_size: int
-    tp_size: int = 1
+    tp_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)] = 1
     """Ours: vLLM's comes with `kv_transfer_params`."""
 
 

@@ -8,7 +8,7 @@ from pydantic import Field, TypeAdapter, model_validator
 from windtunnel.wire import http
 from windtunnel.wire.env import ServerEnv
 from windtunnel.wire.family import WireError
-from windtunnel.wire.vllm import chat, fields, messages_in, models, prompts
+from windtunnel.wire.vllm import chat_prompt, fields, messages_in, models, prompts
 
 paths: Sequence[str] = ("/tokenize", "/detokenize")
 
@@ -64,8 +64,8 @@ def tokenize(body: bytes, headers: Mapping[str, str], env: ServerEnv) -> bytes:
 def _text(request: TokenizeRequest, env: ServerEnv) -> tuple[str, bool]:
     if isinstance(request, TokenizeCompletionRequest):
         return request.prompt, request.add_special_tokens
-    chat.check_trust(request, env)
-    _conversation, text = chat.render_text(request.messages, request, env)
+    chat_prompt.check_trust(request, env)
+    _conversation, text = chat_prompt.render_text(request.messages, request, env)
     return text, request.add_special_tokens
 
 

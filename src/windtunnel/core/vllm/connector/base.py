@@ -6,6 +6,7 @@ The connector never touches a sequence. It returns outcomes, and the engine appl
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import count
 from typing import Any, ClassVar, NamedTuple
 
 from windtunnel.core.kv.blocks import BlockPool
@@ -47,13 +48,18 @@ class Connector(ABC):
         self.loads: dict[int, Load] = {}
         self._pool = pool
         self._num_blocks = num_blocks
-        self._peers = PeerBook(config)
-        self._numbers = 0
+        self.peers = PeerBook(config)
+        self.numbers = count(1)
 
     @property
     def handshake(self) -> Handshake:
         config = self.config
         return Handshake(config.engine_id, config.compatibility_hash, self.block_size, self._num_blocks, config.tp_size)
+
+    @property
+    def block_bytes(self) -> int:
+        """All ranks and layers together."""
+        return self.block_size * self.config.kv_bytes_per_token
 
     # The life of a request
 
@@ -118,7 +124,7 @@ class Connector(ABC):
         ]
         freed += [Freed(load.request_id, load.blocks) for load in self.loads.values() if load.orphaned and load.freed is None]
         self.loads.clear()
-        self._peers.clear()
+        self.peers.clear()
         return list(freed)
 
     # Loads
@@ -163,10 +169,10 @@ class Connector(ABC):
     # Saying and counting
 
     def take_outgoing(self) -> list[Ask]:
-        taken, self._peers.outgoing = self._peers.outgoing, []
+        taken, self.peers.outgoing = self.peers.outgoing, []
         return taken
 
-    def _observe(self, size_bytes: int, descriptors: int, took_ns: int) -> None:
+    def observe(self, size_bytes: int, descriptors: int, took_ns: int) -> None:
         """Posting takes no time here, so `nixl_post_time_seconds` is not observed."""
         if len(self.observations) < MAX_OBSERVATIONS:
             self.observations += [

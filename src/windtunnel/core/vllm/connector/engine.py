@@ -11,7 +11,7 @@ from windtunnel.core.vllm.config import VllmEngineConfig
 from windtunnel.core.vllm.connector.base import Connector
 from windtunnel.core.vllm.connector.config import KvTransferConfig
 from windtunnel.core.vllm.connector.loads import LOAD_FAILED, Fatal, Freed, Loaded, LoadFailed, Outcome, Overwrote
-from windtunnel.core.vllm.connector.mooncake import MooncakeConnector
+from windtunnel.core.vllm.connector.mooncake.connector import MooncakeConnector
 from windtunnel.core.vllm.connector.nixl import NixlConnector
 from windtunnel.core.vllm.connector.scheduler import ConnectorCompletion, ConnectorScheduler
 from windtunnel.core.vllm.connector.seam import Arrived, Ask, Handshake, Report
@@ -21,6 +21,8 @@ from windtunnel.core.vllm.scheduler import VllmScheduler
 from windtunnel.core.vllm.sequence import VllmSequence
 from windtunnel.core.vllm.step import Step
 
+MAX_TURNS = 1000
+"""Of the connector's timers at one instant."""
 MAX_UNREAD = 65536
 """Words of others that a frozen engine keeps; answers to its own asks are as many as these."""
 
@@ -81,8 +83,14 @@ class ConnectorEngine(VllmEngine):
         return max(at_ns, self.control.frozen_until_ns, self._clock_ns)
 
     def advance(self, now_ns: int) -> list[StepOutput]:
+        """Raises RuntimeError for timers that stay due whatever is done about them."""
         done: list[StepOutput] = []
+        turns, turned_ns = 0, -1
         while (at_ns := self._timer_at()) is not None and at_ns <= now_ns:
+            turns, turned_ns = turns + 1 if at_ns == turned_ns else 1, at_ns
+            if turns > MAX_TURNS:
+                kind = self.connector.config.connector
+                raise RuntimeError(f"{kind} at {at_ns} ns: timers are due after {MAX_TURNS} turns, too; {self.outstanding()}")
             done += super().advance(at_ns)
             self._wake(at_ns)
             unread, self._unread = self._unread, []

@@ -114,10 +114,9 @@ class NixlConnector(Connector):
     def load(self, request: EngineRequest, blocks: Sequence[int], first: int, tokens: int, now_ns: int) -> Load:
         """Blocks are allocated: fetch what stands in them from place `first` on, up to `tokens` tokens."""
         remote = self._wanted.pop(request.request_id)
-        self._numbers += 1
         places = range(first, self._blocks_for(tokens))
-        size_bytes = len(places) * self.block_size * self.config.kv_bytes_per_token
-        load = Load(self._numbers, request.request_id, remote, blocks, places, tokens, size_bytes)
+        size_bytes = len(places) * self.block_bytes
+        load = Load(next(self.numbers), request.request_id, remote, blocks, places, tokens, size_bytes)
         self.loads[load.number] = load
         return load
 
@@ -138,7 +137,7 @@ class NixlConnector(Connector):
             theirs = remote.blocks[load.first : load.stop]
             ask = StartRead(load.number, load.request_id, remote.peer, remote.request_id, load.moving, theirs, load.size_bytes)
         load.asked_ns = now_ns
-        if not self._peers.ask(remote.peer, ask):
+        if not self.peers.ask(remote.peer, ask):
             return self._failed_load(load, "too much waits for the handshake", None)
         return []
 
@@ -184,11 +183,11 @@ class NixlConnector(Connector):
         return _REPORTS[type(report)](self, report, now_ns)
 
     def _handshake_done(self, report: HandshakeDone, now_ns: int) -> list[Outcome]:
-        reason = self._peers.answered(report)
+        reason = self.peers.answered(report)
         return [] if reason is None else self._handshake_failed(HandshakeFailed(report.peer, reason), now_ns)
 
     def _handshake_failed(self, report: HandshakeFailed, now_ns: int) -> list[Outcome]:
-        waiting = self._peers.given_up(report.peer)
+        waiting = self.peers.given_up(report.peer)
         if waiting is None:
             return []
         self.counters["nixl_num_failed_transfers"] += 1
@@ -217,7 +216,7 @@ class NixlConnector(Connector):
         load = self.loads.pop(report.number, None)
         if load is None:
             return []
-        self._observe(load.size_bytes, len(load.moving) * self.config.descriptors_per_block, now_ns - (load.asked_ns or 0))
+        self.observe(load.size_bytes, len(load.moving) * self.config.descriptors_per_block, now_ns - (load.asked_ns or 0))
         self._tell_consumed(load.remote, load.request_id)
         return self._arrived_load(load, report.foreign)
 
@@ -297,14 +296,15 @@ class NixlConnector(Connector):
 
     def _write(self, hold: Hold, registration: Registration, now_ns: int) -> None:
         """The decode has registered its last so many blocks of the prompt without the last token."""
-        self._numbers += 1
         stop = self._blocks_for(hold.tokens - 1)
         count = min(len(registration.blocks), stop)
-        size_bytes = count * self.block_size * self.config.kv_bytes_per_token
+        size_bytes = count * self.block_bytes
         mine = tuple(hold.blocks[stop - count : stop])
         theirs = registration.blocks[len(registration.blocks) - count :]
-        ask = StartWrite(self._numbers, hold.request_id, registration.decode, registration.request_id, mine, theirs, size_bytes)
-        if self._peers.ask(registration.decode, ask):
+        ask = StartWrite(
+            next(self.numbers), hold.request_id, registration.decode, registration.request_id, mine, theirs, size_bytes
+        )
+        if self.peers.ask(registration.decode, ask):
             hold.moving += 1
             self._writes[ask.number] = (hold, ask, now_ns)
         else:
@@ -317,7 +317,7 @@ class NixlConnector(Connector):
 
     def _written(self, number: int, now_ns: int) -> list[Outcome]:
         hold, ask, asked_ns = self._write_ended(number)
-        self._observe(ask.size_bytes, len(ask.local_blocks) * self.config.descriptors_per_block, now_ns - asked_ns)
+        self.observe(ask.size_bytes, len(ask.local_blocks) * self.config.descriptors_per_block, now_ns - asked_ns)
         self._say(ask.peer, Pushed(ask.remote_request_id))
         if hold.moving or self.holds.get(hold.request_id) is not hold:
             return []
@@ -340,10 +340,10 @@ class NixlConnector(Connector):
         beat_at_ns = self._heart.next_at()
         if beat_at_ns is not None and beat_at_ns <= now_ns:
             for notice in self._heart.beat(now_ns):
-                if self._peers.ready(notice.peer):
-                    self._peers.ask(notice.peer, notice)
+                if self.peers.ready(notice.peer):
+                    self.peers.ask(notice.peer, notice)
                 else:
-                    self._peers.shake(notice.peer)
+                    self.peers.shake(notice.peer)
         expired = self.holds.expire(now_ns)
         self.counters["nixl_num_kv_expired_reqs"] += len(expired)
         return [Freed(hold.request_id, hold.blocks) for hold in expired]
@@ -364,7 +364,7 @@ class NixlConnector(Connector):
             self._say(remote.peer, Consumed(request_id, consumers))
 
     def _say(self, peer: Peer, notification: Notification) -> None:
-        if not self._peers.ask(peer, Notify(peer, notification)):
+        if not self.peers.ask(peer, Notify(peer, notification)):
             self._count_unsaid(notification)
 
     # Looking in

@@ -16,6 +16,8 @@ MAX_BLOCK = (1 << 31) - 1
 ID_LIMIT_BYTES = 1024
 """Of a request's or an engine's id."""
 HOST_LIMIT_BYTES = 255
+MAX_RANKS = 1024
+"""Tensor- or data-parallel, of one engine or server."""
 
 
 class Remote(NamedTuple):
@@ -105,7 +107,7 @@ def _peer(params: Mapping[str, Any]) -> Peer | None:
     tp_size = params.get("tp_size", 1)
     if not (is_text(engine_id, ID_LIMIT_BYTES) and is_text(host, HOST_LIMIT_BYTES)):
         return None
-    if not (_is_int(port) and 0 < port < 65536 and _is_int(tp_size) and 1 <= tp_size <= 1024):
+    if not (_is_int(port) and 0 < port < 65536 and _is_int(tp_size) and 1 <= tp_size <= MAX_RANKS):
         return None
     return Peer(engine_id, host, port, tp_size)
 

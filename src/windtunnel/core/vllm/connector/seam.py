@@ -41,6 +41,9 @@ class Handshake(NamedTuple):
     tp_size: int = 1
 
 
+_PULL_BYTES, _BLOCK_BYTES = 256, 36
+"""Of CPython's: a tuple and two texts; a number and the place that it has."""
+
 # Notifications: what engines tell one another. `wire.vllm.nixl` has their bytes.
 
 
@@ -92,6 +95,14 @@ class Pulls(NamedTuple):
     decode: Peer
     """Where to write, and who is to be answered."""
     pulls: tuple[Pull, ...]
+    block_bytes: int
+    """Of the decode's blocks, all ranks and layers together: the prefill's must be as large."""
+
+    @property
+    def size_bytes(self) -> int:
+        """About what it takes in memory while it waits."""
+        ids = sum(len(one.request_id) + len(one.transfer_id) for one in self.pulls)
+        return ids + _PULL_BYTES * len(self.pulls) + _BLOCK_BYTES * sum(len(one.blocks) for one in self.pulls)
 
 
 class Pulled(NamedTuple):
@@ -102,7 +113,7 @@ class Pulled(NamedTuple):
     reason: str | None = None
     """Why not; None: the write has landed."""
     digest: str = ""
-    """Of the prompt whose KV was written (`mooncake.digest_of`): a decode sees by it that the blocks are another prompt's."""
+    """Of the prompt whose KV was written (`mooncake.pulls.digest_of`): by it a decode sees that the blocks are another's."""
     last: bool = True
     """The last answer to a `Pulls`."""
 

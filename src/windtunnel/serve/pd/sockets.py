@@ -1,7 +1,8 @@
-"""The ZMQ sockets of one P/D worker: PULL on an ephemeral port for each rank, PUSH to each peer (SGLang reference §4.1).
+"""The ZMQ sockets of one P/D process: PULL on an ephemeral port for each rank, PUSH to each peer (SGLang reference §4.1).
 
-A rank may listen on several sockets (`listen_sockets`): they stand for so many decode ranks, whose rooms spread over a
+An SGLang rank may listen on several sockets (`listen_sockets`): they stand for so many decode ranks, whose rooms spread over a
 prefill's transfer queues (a room's queue is the sum of its destination ports, modulo the number of queues).
+A vLLM engine has one.
 """
 
 import asyncio

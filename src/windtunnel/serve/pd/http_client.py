@@ -1,5 +1,6 @@
-"""Small HTTP questions of P/D workers to bootstrap servers."""
+"""Small HTTP questions to bootstrap servers."""
 
+import asyncio
 import json
 import logging
 from collections.abc import Mapping
@@ -25,16 +26,7 @@ class HttpAsker:
 
     async def ask(self, method: str, url: str, patience: httpx.Timeout, body: Mapping[str, Any] | None = None) -> bytes:
         """The body of a 200. Raises NoAnswer."""
-        try:
-            async with self._client.stream(method, url, json=body, timeout=patience) as answer:
-                content = await _limited(answer)
-        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
-            raise NoAnswer(f"{method} {shown(url)}: {type(error).__name__} {shown(str(error))}") from error
-        if answer.status_code != 200:
-            raise NoAnswer(f"{method} {url}: status {answer.status_code}: {content[:200].decode(errors='replace')}")
-        if len(content) > ANSWER_LIMIT_BYTES:
-            raise NoAnswer(f"{method} {url}: over {ANSWER_LIMIT_BYTES} bytes")
-        return content
+        return await ask(self._client, method, url, patience, body)
 
     async def ask_json(self, method: str, url: str, patience: httpx.Timeout, body: Mapping[str, Any] | None = None) -> Any:
         """As `ask`, for a JSON body."""
@@ -46,6 +38,25 @@ class HttpAsker:
 
     async def close(self) -> None:
         await self._client.aclose()
+
+
+async def ask(
+    client: httpx.AsyncClient, method: str, url: str, patience: httpx.Timeout, body: Mapping[str, Any] | None = None
+) -> bytes:
+    """The body of a 200. Raises NoAnswer, also for one that takes longer than connecting and one read may together."""
+    whole_s = (patience.connect or 0) + (patience.read or 0)
+    try:
+        async with asyncio.timeout(whole_s), client.stream(method, url, json=body, timeout=patience) as answer:
+            content = await _limited(answer)
+    except TimeoutError as error:
+        raise NoAnswer(f"{method} {shown(url)}: TimeoutError no whole answer within {whole_s:g} s") from error
+    except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
+        raise NoAnswer(f"{method} {shown(url)}: {type(error).__name__} {shown(str(error))}") from error
+    if answer.status_code != 200:
+        raise NoAnswer(f"{method} {url}: status {answer.status_code}: {content[:200].decode(errors='replace')}")
+    if len(content) > ANSWER_LIMIT_BYTES:
+        raise NoAnswer(f"{method} {url}: over {ANSWER_LIMIT_BYTES} bytes")
+    return content
 
 
 async def _limited(answer: httpx.Response) -> bytes:
