@@ -26,8 +26,8 @@ from windtunnel.ports import free_port
 PACE = ("--disable-access-log", "--ttft", "20ms", "--itl", "{itl}")
 SLOW = ("--disable-access-log", "--ttft", "2s", "--itl", "{itl}")
 ITL = "5ms"
-_AT_ITS_PROMPT = "--when prefill --set state_patience=20s"
-"""As the worker says: a router may take its time before it asks one."""
+_AT_ITS_PROMPT = "--when prefill --set state_patience=20s --max-tokens 1500"
+"""As the worker says: a router may take its time before it asks one. The answer lasts longer than SGLang may take to look."""
 _COMMON = "--victims 10 --rounds 2 --survivors 4 --bystanders 12 --later 8 --quiet-deadline 20s --set known=3"
 STORMS: dict[str, tuple[tuple[str, ...], str]] = {
     "streams at their third token": (PACE, "--how fin,rst --when tokens:3"),
@@ -131,12 +131,12 @@ def matrix(options: argparse.Namespace) -> Iterator[tuple[Peer, Path, Mode, str]
 
 async def run(options: argparse.Namespace) -> None:
     for peer, program, mode, name in matrix(options):
-        label = f"{peer.name} {peers.version(peer.package, program)}, {mode.name}, {name}"
+        label = f"{peer.name} {peers.version(peer.package, program)}, {mode.name}, {name}, {options.api}"
         slug = label.replace(" ", "-").replace(",", "").replace("/", "")
         pace, words = STORMS[name]
         told_pace = [word.format(itl=options.itl) for word in pace]
         async with fleet(mode, str(program), told_pace, options.out / f"{slug}.log") as (router, urls):
-            told = await storm(router, urls, words)
+            told = await storm(router, urls, f"{words} --api {options.api}")
         (options.out / f"{slug}.json").write_text(json.dumps(told, indent=1))
         found = [f"{one['name']} ({'; '.join(one['evidence'])})" for one in told["findings"]]
         print(f"{label}: {' | '.join(found) or told.get('failed') or 'nothing'}", flush=True)
@@ -147,6 +147,7 @@ def main() -> None:
     parser.add_argument("--peer", action="append", default=[])
     parser.add_argument("--mode", default="", help="only modes whose name has this in it")
     parser.add_argument("--storm", default="", help="only storms whose name has this in it")
+    parser.add_argument("--api", default="completions", help="of victims, survivors and later streams")
     parser.add_argument("--itl", default=ITL, help="between tokens; where the router is slower, the storm is about that")
     parser.add_argument("--out", type=Path, default=Path("out/router-storms"))
     options = parser.parse_args()

@@ -188,7 +188,10 @@ async def test_a_command_that_does_not_exist_is_an_environment_error(tmp_path: P
             pass
 
 
-async def test_a_server_that_is_never_ready_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("error", "told"), [(ConnectionCut("nobody home"), "nobody home"), (TimeoutError(), "TimeoutError")])
+async def test_a_server_that_is_never_ready_is_stopped(
+    error: Exception, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     started: list[asyncio.subprocess.Process] = []
     start = arms._start
 
@@ -197,13 +200,13 @@ async def test_a_server_that_is_never_ready_is_stopped(tmp_path: Path, monkeypat
         return started[-1]
 
     async def cut(*_told: Any) -> None:
-        raise ConnectionCut("nobody home")
+        raise error
 
     monkeypatch.setattr(arms, "_start", seen)
     monkeypatch.setattr(arms, "fetch", cut)
     never = f"http://127.0.0.1:{free_port()}/"
     arm = Arm.model_validate({"command": server_command(), "ready_url": never, "ready_timeout": "200ms"})
-    with pytest.raises(Environment, match=r"did not answer 200 within 200ms \(nobody home\)"):
+    with pytest.raises(Environment, match=rf"did not answer 200 within 200ms \({told}\)"):
         async with running(arm, tmp_path / "log", time_scale=1, seed=0):
             pass
     (process,) = started

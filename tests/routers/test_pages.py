@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 from tests.compat import page, peers
-from tests.compat.all import CLIENTS, ROUTERS
+from tests.compat.all import CLIENTS, FROM_SOURCE, ROUTERS
 from tests.compat.cases import CASES
 from tests.compat.modes import NOT_HERE, Mode, Peer, Setup
 from tests.compat.run import CASE_S, SETUPS, bounded, columns, rows, run_alone, run_mode
@@ -53,7 +53,7 @@ def test_events_steer_a_router() -> None:
     assert page.cells(vllm_router)[row, SETUPS] == "works"
 
 
-@pytest.mark.parametrize("peer", CLIENTS, ids=[peer.name for peer in CLIENTS])
+@pytest.mark.parametrize("peer", [*CLIENTS, *FROM_SOURCE], ids=lambda peer: peer.name)
 def test_a_page_of_a_client_has_every_cell(peer: Peer) -> None:
     """Their programs are too large for the suite; what `make compat` wrote must be of this table, and must not have failed."""
     told = page.cells(peer)
@@ -64,7 +64,7 @@ def test_a_page_of_a_client_has_every_cell(peer: Peer) -> None:
     ]
 
 
-@pytest.mark.parametrize("peer", [peer for peer in CLIENTS if peer.trial], ids=lambda peer: peer.name)
+@pytest.mark.parametrize("peer", [peer for peer in (*CLIENTS, *FROM_SOURCE) if peer.trial], ids=lambda peer: peer.name)
 def test_a_benchmark_measures_what_the_server_was_told(peer: Peer) -> None:
     told = page.cells(peer)
     measured = [row for row in rows(peer) if row.startswith(("ends", "median", "output tokens", "the server is empty"))]

@@ -138,6 +138,7 @@ def test_a_step_that_makes_nothing_ends_its_turn(monkeypatch: pytest.MonkeyPatch
         (StepPacing(1, 0, 0), False),
         (RequestPacing(random.Random(0), ttft=Duration(1)), True),
         (RequestPacing(random.Random(0), itl=Duration(1)), False),
+        (RequestPacing(random.Random(0), itl=Duration(1), time_scale=0), True),
     ],
 )
 def test_which_pacing_is_as_fast_as_possible(pacing: Pacing, instant: bool) -> None:

@@ -28,3 +28,19 @@ def test_the_first_token_of_an_answer_keeps_its_space_behind_a_prompt(prompt: tu
     said: list[Any] = [state.push((2,)), state.push((1,))]
     assert "".join(delta.text for delta in said) == text
     assert len(state._after) <= PROMPT_END
+
+
+def test_a_prompt_s_number_that_is_no_token_has_no_text() -> None:
+    """vLLM's derender takes any as the prompt of what is derendered."""
+    assert tokenizer().detokenizer(after=(0, 1 << 40)).push((2,)) == " goes"
+
+
+def test_an_end_of_the_prompt_that_is_cut_within_a_character_is_no_part_of_the_answer() -> None:
+    """A vocabulary with bytes to fall back on decodes a run of them as a whole or not at all."""
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"▁goes": 256}
+    inner = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
+    inner.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse(), decoders.Replace("▁", " ")])  # type: ignore[assignment]
+    smiles = tuple("🙂🙂".encode())
+    state = ChoiceState(0, 0, SamplingPlan(max_tokens=4), FolderTokenizer(inner, {}, None), after=smiles)
+    assert len(smiles) == PROMPT_END + 1
+    assert state.push((256, 256)).text == " goes goes"

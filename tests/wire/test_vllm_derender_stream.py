@@ -12,6 +12,7 @@ from tests.wire.vllm_env import JSON, TOKENIZER, env
 from windtunnel.wire.env import ServerEnv
 from windtunnel.wire.family import WireError
 from windtunnel.wire.vllm.derender import ROUTES
+from windtunnel.wire.vllm.parsers import HermesParser
 
 CHAT, COMPLETIONS = "/v1/chat/completions/derender", "/v1/completions/derender"
 EOS = TOKENIZER.eos_token_id
@@ -205,3 +206,23 @@ def test_what_a_chunk_cannot_ask() -> None:
 )
 def test_a_state_that_no_call_has_given_is_a_400(state: dict[str, Any]) -> None:
     assert refusal(COMPLETIONS, {"generate_chunk": part([400]), "stream_state": state})
+
+
+@pytest.mark.parametrize("name", ["a\\qb", "a\nb"])
+def test_a_call_s_name_that_is_no_json_is_shown_as_it_stands(name: str) -> None:
+    ids = TOKENIZER.encode(f'</think><tool_call>{{"name": "{name}", "arguments": {{}}}}</tool_call>')
+    (made,) = derendered(CHAT, [part(ids)], PARSING, chat_request=ASKED, prompt_token_ids=[])
+    (shown,) = (choice["delta"]["tool_calls"] for choice in made["choices"])
+    assert [call["function"]["name"] for call in shown] == [name]
+
+
+@pytest.mark.parametrize("begun", ["", '"name": "f', '"name": "f"', '"name": "f", "arguments": {}} '])
+def test_what_an_unfinished_call_is_looked_for_in_is_limited(begun: str) -> None:
+    """A client may bring so many tokens of one that looking at all of them with each would take hours."""
+    parser = HermesParser()
+    parser.push("<tool_call>{" + begun)
+    for _ in range(100):
+        parser.push("word " * 100)
+        assert len(parser._buffer) <= 4096
+    parser.push("</tool_call>")
+    assert parser._place == "content"

@@ -168,4 +168,4 @@ def is_instant(pacing: Pacing) -> bool:
     """No time passes from one token of a sequence to its next: a server is as fast as it can."""
     if isinstance(pacing, StepPacing):
         return pacing.step_ns(StepPlan(0, 1, 1)) == 0
-    return isinstance(pacing, RequestPacing) and not pacing.itl.mean_ns
+    return isinstance(pacing, RequestPacing) and not pacing.itl.mean_ns * pacing.time_scale

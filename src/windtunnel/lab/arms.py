@@ -234,7 +234,7 @@ async def _why_not(origin: Origin, path: str) -> str | None:
     try:
         answer = await fetch(origin, "GET", path, {})
     except (OSError, ConnectionCut, MalformedResponse) as error:
-        return str(error)
+        return str(error) or type(error).__name__
     return None if answer.status == 200 else f"status {answer.status}"
 
 

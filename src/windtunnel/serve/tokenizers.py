@@ -21,6 +21,7 @@ from windtunnel.core.words import WORDS
 
 _MARK = "continue-here-4f1c9a"
 _LONG_CHARS = 4096
+_NO_CHARACTER = "\ufffd"
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -96,7 +97,8 @@ class FolderTokenizer:
         return self._inner.id_to_token(token_id) or ""
 
     def detokenizer(self, *, skip_special_tokens: bool = True, after: Sequence[int] = ()) -> "FolderDetokenizer":
-        return FolderDetokenizer(self._inner, skip_special_tokens, after)
+        known = [token for token in after if token < self.vocab_size]
+        return FolderDetokenizer(self._inner, skip_special_tokens, known)
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], options: TemplateOptions = AS_USUAL) -> str:
         """The rendered prompt. Raises ValueError with the template's own message."""
@@ -121,7 +123,7 @@ class FolderDetokenizer:
     def __init__(self, inner: tokenizers.Tokenizer, skip_special_tokens: bool, after: Sequence[int]) -> None:
         self._inner = inner
         self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
-        for token in after:
+        for token in _whole_characters(inner, after):
             self._stream.step(inner, token)
 
     def push(self, token_ids: Iterable[int]) -> str:
@@ -129,6 +131,12 @@ class FolderDetokenizer:
 
     def flush(self) -> str:
         return ""
+
+
+def _whole_characters(inner: tokenizers.Tokenizer, token_ids: Sequence[int]) -> Sequence[int]:
+    """The longest end that begins with a character: bytes whose first one is missing would be said with the answer."""
+    ends = (token_ids[start:] for start in range(len(token_ids)))
+    return next((end for end in ends if _NO_CHARACTER not in inner.decode(list(end), skip_special_tokens=False)), ())
 
 
 def _content(value: Any) -> str | None:

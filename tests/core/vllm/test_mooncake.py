@@ -381,6 +381,23 @@ def test_twice_as_many_pulls_as_workers_fill_a_prefill_and_a_good_one_waits_behi
     pair.rest()
 
 
+def test_a_place_that_a_refused_pull_gives_back_is_taken_at_once() -> None:
+    """Whoever waits for it does not wait for what is held to run out."""
+    pair = Mooncake(kv={"num_workers": 1}, prefill=SLOW | {"num_blocks": 400}, decode={"num_blocks": 400})
+    for name in ("x", "y", "a"):
+        pair.ask_d(name, 200)
+        pair.run(lambda name=name: waiting(pair, name))
+    pair.run(lambda: bool(mooncake_of(pair.p).sender._queue))
+    pair.ask_p("x", 40)
+    pair.run(lambda: "x-d" in pair.d.finish)
+    pair.run(limit_ns=pair.now_ns + MS)
+    assert pair.d.finish["x-d"] is FinishReason.ERROR and not mooncake_of(pair.p).sender._queue
+    pair.ask_p("a", 200)
+    pair.done("a")
+    assert pair.now_ns < PATIENCE_NS
+    pair.rest()
+
+
 def test_what_waits_for_a_place_is_limited_by_its_size_too(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Mooncake(kv={"num_workers": 1}, decode={"num_blocks": 400})
     sender = mooncake_of(pair.p).sender
@@ -582,6 +599,21 @@ def test_a_sibling_that_is_aborted_strands_what_the_other_one_holds() -> None:
     pair.abort(pair.p, "1_b-p")
     pair.run()
     assert pair.p.engine.outstanding()["stranded"] == 1 and pair.p.used_blocks == 2
+
+
+def test_who_waited_for_an_aborted_sibling_takes_nothing_along_when_its_patience_ends() -> None:
+    """The id came back with a pull that found too few blocks, and what is held under it runs out on its own."""
+    pair = Mooncake(prefill=SLOW | {"num_blocks": 400}, decode={"num_blocks": 400})
+    pair.submit(pair.p, *children(prefill_leg("a", 800, kv_transfer=to_p("a")), 0))
+    pair.submit(pair.p, *children(prefill_leg("b", 800, kv_transfer=to_p("a")), 1))
+    pair.ask_d("a", 800)
+    pair.run(lambda: bool(pair.p.engine.outstanding()["pulls"]))
+    pair.abort(pair.p, "1_b-p")
+    pair.submit(pair.d, decode_leg("c", to_d("a"), 1000))
+    pair.done("a", "c")
+    assert [said.reason for said in pair.words(Pulled)] == ["P num blocks less than D", "Timeout waiting for P side ready."]
+    pair.rest()
+    assert pair.p.counters["mooncake_num_kv_expired_reqs"] == 1
 
 
 def test_two_prompts_under_one_id_get_the_same_blocks_and_one_answer_is_wrong() -> None:

@@ -7,6 +7,8 @@ import httpx
 import pytest
 from tests.serve.sglang_live import NEVER_NS, events, talking
 
+from windtunnel.serve.sglang.sessions import Sessions
+
 PAGED: dict[str, Any] = {"sglang__page_size": 4}
 FIRST = list(range(100, 124))
 
@@ -175,6 +177,19 @@ async def test_replace_ends_a_request_at_work() -> None:
         assert told["meta_info"]["prompt_tokens"] == 25
         assert (await asking).json()["meta_info"]["finish_reason"]["type"] == "abort"
         server.server.engine.check_integrity()
+
+
+async def test_each_turn_of_a_dropped_tree_is_dropped_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not once for each that it has gone on from: a chain of 1,000 turns would be half a million."""
+    async with talking() as (_server, client):
+        await opened(client)
+        names = ["a", "b", "c", "d"]
+        for name, before in zip(names, [None, *names], strict=False):
+            await say(client, turn([1, 2, 3], name, before))
+        dropped: list[str] = []
+        monkeypatch.setattr(Sessions, "_forget", lambda _, gone, __: dropped.append(gone.rid))
+        await say(client, turn([1, 2, 3], "e", replace=True))
+        assert sorted(dropped) == names
 
 
 @pytest.mark.parametrize("after", ["a", None], ids=["one", "all"])

@@ -99,6 +99,19 @@ async def test_a_mover_that_raises_fails_that_move_alone(monkeypatch: pytest.Mon
         await pd.until_idle()
 
 
+async def test_false_ids_at_a_true_address_push_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine takes no such hand, so its transport must not remember it either."""
+    monkeypatch.setattr("windtunnel.core.vllm.connector.peers.MAX_PEERS", 2)
+    monkeypatch.setattr("windtunnel.serve.vllm_pd.base.MAX_PEERS", 2)
+    async with pair() as pd:
+        assert (await _decode(pd, COMPLETION | {"kv_transfer_params": await pd.prefilled()}))[0] == 200
+        for number in range(3):
+            lied = await pd.prefilled() | {"remote_engine_id": f"false-{number}"}
+            assert (await _decode(pd, COMPLETION | {"prompt": f"{number} else", "kv_transfer_params": lied}))[0] == 500
+        body = _prompt(1)
+        assert (await _decode(pd, body | {"kv_transfer_params": await pd.prefilled(body)}))[0] == 200
+
+
 @pytest.mark.parametrize("endpoint", ["no endpoint at all", "\ud800:1", ""])
 async def test_a_side_channel_that_names_no_endpoint_is_a_failed_handshake(
     monkeypatch: pytest.MonkeyPatch, endpoint: str

@@ -1,7 +1,8 @@
 """Records the files of tests/data/calibrate anew: real load tools against a server that was told its times.
 
 `python -m tests.sim.calibrate.record` needs `make clients`, and a machine that does nothing else: above a load average of
-1.5 it refuses. It ends with the line that the folder's README wants.
+1.5 it refuses. It ends with the line that the folder's README wants. `vllm`, which no environment of ours has, is left out
+where it is absent.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from windtunnel.wire.builtin_files import tokenizer_files
 DATA = Path(__file__).parents[2] / "data" / "calibrate"
 CLIENTS = (1, 4)
 LOAD_MOST = 1.5
-RUN_S = 120
+RUN_S = 300
 SERVER = ("--ttft", "40ms", "--itl", "8ms", "--prefill-token-time", "0.05ms", "--enable-prompt-tokens-details")
 
 _AIPERF_METRICS = frozenset(
@@ -46,6 +47,16 @@ _GUIDELLM: Mapping[str, frozenset[str]] = {
         "time_to_first_output_token_ms iter_tokens_per_iteration output_tokens_per_iteration".split()
     ),
 }
+
+_VLLM_BENCH = frozenset(
+    "date backend endpoint_type num_prompts max_concurrency duration completed failed input_lens output_lens ttfts itls "
+    "latencies start_times errors".split()
+)
+
+
+def kept_of_vllm_bench(text: str) -> str:
+    """Without answers, the tokenizer's path, and figures that nobody reads."""
+    return _compact({name: value for name, value in json.loads(text).items() if name in _VLLM_BENCH}) + "\n"
 
 
 def kept_of_aiperf(text: str) -> str:
@@ -85,12 +96,16 @@ def _compact(told: Any) -> str:
 
 @dataclass(frozen=True)
 class Tool:
-    """`words` with `{url}`, `{tokenizer}`, `{folder}` and `{clients}`; `export` is what it writes to the folder."""
+    """`words` with `{url}`, `{tokenizer}`, `{folder}` and `{clients}`; `export` is what it writes to the folder.
+
+    Without an `environment` of ours that has it, it is left out where it is absent.
+    """
 
     words: str
     export: str
     file: str
     kept: Callable[[str], str]
+    environment: bool = True
 
 
 TOOLS = {
@@ -112,13 +127,30 @@ TOOLS = {
         "guidellm-c{clients}.json",
         kept_of_guidellm,
     ),
+    "vllm": Tool(
+        "bench serve --base-url {url} --model bench-model --tokenizer {tokenizer} --backend openai-chat "
+        "--endpoint /v1/chat/completions --dataset-name random --random-input-len 300 --random-output-len 12 "
+        '--random-range-ratio {{"input":0.9,"output":0.0}} --random-prefix-len 64 --ignore-eos --num-prompts 16 '
+        "--max-concurrency {clients} --save-result --save-detailed --result-dir {folder} --result-filename out.json",
+        "out.json",
+        "vllm-bench-c{clients}.json",
+        kept_of_vllm_bench,
+        environment=False,
+    ),
 }
 
 
-def record(name: str, clients: int, out: Path) -> None:
+def record(name: str, out: Path) -> None:
+    """One server for all of a tool's runs: GuideLLM's second one finds the prompts of its first in the cache."""
+    with server(*SERVER) as (port, _):
+        for clients in CLIENTS:
+            _record(name, clients, port, out)
+
+
+def _record(name: str, clients: int, port: int, out: Path) -> None:
     """Raises CalledProcessError where the tool fails, TimeoutExpired where it has no end."""
     tool, program = TOOLS[name], peers.find(name)
-    with tempfile.TemporaryDirectory() as at, server(*SERVER) as (port, _):
+    with tempfile.TemporaryDirectory() as at:
         folder, tokenizer = Path(at), Path(at) / "tokenizer"
         tokenizer.mkdir()
         for file, data in tokenizer_files().items():
@@ -126,7 +158,7 @@ def record(name: str, clients: int, out: Path) -> None:
         profile = "kind=synchronous" if clients == 1 else f"kind=concurrent,streams={clients}"
         places = {"tokenizer": tokenizer, "folder": folder, "clients": clients, "profile": profile}
         words = tool.words.format(url=f"http://127.0.0.1:{port}", **places).split()
-        environment = os.environ | ({"HF_HUB_OFFLINE": "1"} if name == "guidellm" else {})
+        environment = os.environ | ({} if name == "aiperf" else {"HF_HUB_OFFLINE": "1"})
         subprocess.run([str(program), *words], check=True, timeout=RUN_S, stdout=subprocess.DEVNULL, env=environment)
         (out / tool.file.format(clients=clients)).write_text(tool.kept((folder / tool.export).read_text()))
 
@@ -136,17 +168,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=DATA, help="another folder than that of the tests")
     parser.add_argument("--busy", action="store_true", help="record whatever else the machine does")
     options = parser.parse_args(arguments)
-    absent = [name for name in TOOLS if peers.find(name) is None]
+    absent = [name for name, tool in TOOLS.items() if tool.environment and peers.find(name) is None]
     load = os.getloadavg()[0]
     if absent or (load > LOAD_MOST and not options.busy):
         said = [f"{name}: not installed: {peers.hint(name)}" for name in absent]
         print("\n".join(said) or f"the load average is {load:.1f}: wait for {LOAD_MOST} or less", file=sys.stderr)
         return 2
     options.out.mkdir(parents=True, exist_ok=True)
-    for name in TOOLS:
-        for clients in CLIENTS:
-            record(name, clients, options.out)
-    told = [f"{name} {peers.version(name, found)}" for name in TOOLS if (found := peers.find(name))]
+    programs = {name: found for name in TOOLS if (found := peers.find(name))}
+    for name in programs:
+        record(name, options.out)
+    told = [f"{name} {peers.version(name, found)}" for name, found in programs.items()]
     print(f"Written by {' and '.join(told)}, {time.strftime('%Y-%m-%d')}, load average {load:.2f} before the first")
     return 0
 

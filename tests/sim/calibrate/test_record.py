@@ -26,7 +26,10 @@ def test_prompts_answers_and_paths_are_left_out() -> None:
     aiperf = json.loads((record.DATA / "aiperf-c1.jsonl").read_text().splitlines()[0])
     aiperf |= {"error": None, "payload": "private"}
     aiperf["metrics"]["nobody_reads_it"] = {"value": "private"}
-    assert "private" not in record.kept_of_guidellm(json.dumps(guidellm)) + record.kept_of_aiperf(json.dumps(aiperf))
+    vllm = json.loads((record.DATA / "vllm-bench-c4.json").read_text())
+    vllm |= {"tokenizer_id": "/home/somebody/private", "generated_texts": ["private"]}
+    told = record.kept_of_guidellm(json.dumps(guidellm)) + record.kept_of_aiperf(json.dumps(aiperf))
+    assert "private" not in told + record.kept_of_vllm_bench(json.dumps(vllm))
 
 
 def test_a_busy_machine_records_nothing(

@@ -4,6 +4,7 @@ That server: 40 ms, and 0.05 ms for each uncached prompt token, to the first tok
 The tools' own clients add to the time to first token; how much is not known, so only its slope is compared closely.
 """
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,20 @@ def test_a_real_export_gives_the_servers_own_counts(name: str, clients: int, giv
     assert all(0 <= one.cached_tokens < one.prompt_tokens for one in run.requests)
     assert float(np.median([gap for one in run.requests for gap in one.gaps_ms])) == pytest.approx(ITL_MS, rel=0.1)
     assert all(one.e2e_ms >= one.chunks[-1][0] for one in run.requests)
+
+
+@pytest.mark.parametrize("clients", [1, 4])
+def test_a_real_file_of_vllms_own_benchmark(clients: int) -> None:
+    """It says its concurrency and the server's token counts, and nothing of cached tokens."""
+    (run,) = read_runs(DATA / f"vllm-bench-c{clients}.json")
+    assert (run.concurrency, len(run.requests)) == (clients, REQUESTS)
+    assert {one.output_tokens for one in run.requests} == {TOKENS}
+    assert len({one.prompt_tokens for one in run.requests}) == REQUESTS and not any(one.cached_tokens for one in run.requests)
+    assert all(len(one.chunks) == TOKENS for one in run.requests)
+    means = [float(np.mean(one.gaps_ms)) for one in run.requests]
+    assert float(np.median(means)) == pytest.approx(ITL_MS, rel=0.1)
+    told = json.loads((DATA / f"vllm-bench-c{clients}.json").read_text())
+    assert [one.e2e_ms / 1e3 for one in run.requests] == pytest.approx(told["latencies"])
 
 
 def test_cached_tokens_are_read() -> None:

@@ -1,5 +1,6 @@
 """Small HTTP questions to bootstrap servers."""
 
+import asyncio
 import json
 import logging
 from collections.abc import Mapping
@@ -42,10 +43,13 @@ class HttpAsker:
 async def ask(
     client: httpx.AsyncClient, method: str, url: str, patience: httpx.Timeout, body: Mapping[str, Any] | None = None
 ) -> bytes:
-    """The body of a 200. Raises NoAnswer."""
+    """The body of a 200. Raises NoAnswer, also for one that takes longer than connecting and one read may together."""
+    whole_s = (patience.connect or 0) + (patience.read or 0)
     try:
-        async with client.stream(method, url, json=body, timeout=patience) as answer:
+        async with asyncio.timeout(whole_s), client.stream(method, url, json=body, timeout=patience) as answer:
             content = await _limited(answer)
+    except TimeoutError as error:
+        raise NoAnswer(f"{method} {shown(url)}: TimeoutError no whole answer within {whole_s:g} s") from error
     except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
         raise NoAnswer(f"{method} {shown(url)}: {type(error).__name__} {shown(str(error))}") from error
     if answer.status_code != 200:

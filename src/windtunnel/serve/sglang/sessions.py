@@ -216,10 +216,14 @@ class Sessions:
         server.jobs.abort_by_id(self._drop(turns, session))
 
     def _drop(self, turns: "list[_Turn]", session: _Session) -> list[str]:
-        """Forget these and what has gone on from them; the ids of those at work."""
+        """Forget these and what has gone on from them, each once; the ids of those at work."""
+        dropped: set[int] = set()
         at_work: list[str] = []
         while turns:
             turn = turns.pop()
+            if id(turn) in dropped:
+                continue
+            dropped.add(id(turn))
             turns += turn.after.values()
             if self._at_work(turn):
                 at_work.append(turn.rid)

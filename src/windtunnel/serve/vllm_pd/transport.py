@@ -93,8 +93,9 @@ class NixlTransport(Transport):
     # What the engine asks
 
     async def _greet(self, peer: Peer) -> HandshakeDone:
+        """Who is remembered is whom the engine takes: else false ids at a true address would push good peers out."""
         told, found = await shake_hands(self.context, peer, self._socket_s(HANDSHAKE_S))
-        if found is not None:
+        if found is not None and self._engine.connector.peers.mismatch(peer, told) is None:
             self._mover.connect(peer, found.region)
             self._found(peer, found.endpoint)
         return HandshakeDone(peer, told)

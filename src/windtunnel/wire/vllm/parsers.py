@@ -15,6 +15,8 @@ from typing import Any, NamedTuple, Protocol
 
 THINK_START, THINK_END = "<think>", "</think>"
 CALL_START, CALL_END = "<tool_call>", "</tool_call>"
+_HELD_CHARS = 4096
+"""What of an unfinished call is looked at again with each piece: its name, and what leads to its arguments, may be so long."""
 REASONING_PARSERS = frozenset({"qwen3", "deepseek_r1"})
 _NAME = re.compile(r'"name"\s*:\s*"((?:[^"\\]|\\.)*)"')
 _ARGUMENTS = re.compile(r'"arguments"\s*:\s*')
@@ -143,7 +145,7 @@ class HermesParser:
         found = _NAME.search(self._buffer)
         if found is None:
             return self._leave_at_end()
-        pieces.append(Piece("name", json.loads(f'"{found.group(1)}"'), self._call))
+        pieces.append(Piece("name", _unescaped(found.group(1)), self._call))
         self._buffer = self._buffer[found.end() :]
         self._place = "arguments_start"
         return True
@@ -174,7 +176,17 @@ class HermesParser:
         _before, tag, rest = self._buffer.partition(CALL_END)
         if tag:
             self._buffer, self._place = rest, "content"
+        else:
+            self._buffer = self._buffer[-_HELD_CHARS:]
         return bool(tag)
+
+
+def _unescaped(text: str) -> str:
+    """What stands between the quotes of a JSON string; as it stands if it is none."""
+    try:
+        return str(json.loads(f'"{text}"'))
+    except ValueError:
+        return text
 
 
 class _JsonEnd:

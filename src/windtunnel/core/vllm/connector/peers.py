@@ -56,7 +56,7 @@ class PeerBook:
         peer, answer = report.peer, report.answer
         if peer not in self._waiting:
             return None
-        reason = self._mismatch(peer, answer)
+        reason = self.mismatch(peer, answer)
         if reason is None:
             if len(self._ready) >= MAX_PEERS:
                 del self._ready[next(iter(self._ready))]
@@ -64,7 +64,8 @@ class PeerBook:
             self.outgoing += self._waiting.pop(peer)
         return reason
 
-    def _mismatch(self, peer: Peer, answer: Handshake) -> str | None:
+    def mismatch(self, peer: Peer, answer: Handshake) -> str | None:
+        """Why this hand is not taken; None if it is."""
         if answer.engine_id != peer.engine_id:
             expected, received = shown(peer.engine_id), shown(answer.engine_id)
             return f"Remote NIXL agent engine ID mismatch. Expected {expected}, received {received}."

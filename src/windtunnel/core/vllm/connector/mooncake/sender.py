@@ -231,7 +231,7 @@ class Sender:
     # Time
 
     def next_at(self) -> int | None:
-        if any(not hold.moving for hold in self._done):
+        if any(not hold.moving for hold in self._done) or (self._queue and len(self._batches) < self._places):
             return 0
         times = [self._holds.next_at(), *(batch.deadline_ns for batch in self._batches if not batch.moving)]
         return min((at for at in times if at is not None), default=None)
@@ -272,7 +272,7 @@ class Sender:
         if transfer is None:
             return
         transfer.waiting = [one for one in transfer.waiting if one[0] is not batch]
-        if not (transfer.expected or transfer.waiting):
+        if not (transfer.expected or transfer.waiting or transfer.hold):
             del self._transfers[transfer_id]
 
     def clear(self) -> list[Outcome]:
