@@ -1,6 +1,7 @@
 """How ends are classified, on a socket that sends exactly what a test says."""
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -157,6 +158,12 @@ def test_base_urls(url: str, expected: str) -> None:
 @pytest.mark.parametrize("url", ["ftp://x", "http://", "http://h/?q=1", "http://user@h/"])
 def test_bad_base_urls_are_refused_with_the_right_form(url: str) -> None:
     with pytest.raises(ValueError, match="base URL"):
+        parse_origin(url)
+
+
+@pytest.mark.parametrize("url", ["http://[::1", "grpcs://127.0.0.1:99999", "http://h:x"])
+def test_what_no_parser_takes_is_told_with_the_right_form(url: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{re.escape(repr(url))} is not a base URL: write http://HOST:PORT"):
         parse_origin(url)
 
 

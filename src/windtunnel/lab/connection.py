@@ -104,12 +104,17 @@ class Origin:
 
 def parse_origin(url: str) -> Origin:
     """Raises ValueError with the right form in the message."""
-    parts = urlsplit(url if "://" in url else f"http://{url}")
+    form = (
+        f"{url!r} is not a base URL: write http://HOST:PORT or https://HOST[:PORT][/PREFIX], h2c:// or h2:// for HTTP/2,"
+        " grpc://HOST:PORT for a gRPC worker"
+    )
+    try:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        _ = parts.port
+    except ValueError as error:
+        raise ValueError(f"{form} ({error})") from None
     if parts.scheme not in SCHEMES or not parts.hostname:
-        raise ValueError(
-            f"{url!r} is not a base URL: write http://HOST:PORT or https://HOST[:PORT][/PREFIX], h2c:// or h2:// for HTTP/2,"
-            " grpc://HOST:PORT for a gRPC worker"
-        )
+        raise ValueError(form)
     if parts.query or parts.fragment or parts.username:
         raise ValueError(f"{url.partition('?')[0]!r}: a base URL has no query, fragment or user; send keys with --header")
     if parts.scheme in GRPC and (parts.port is None or parts.path.strip("/")):
