@@ -42,7 +42,7 @@ PLANS = {
     "stale-gauge": replace(CANCEL, bystander_kinds=(METRICS_BYSTANDER,)),
     "deaf": replace(CANCEL, quiet_deadline_ns=10 * S),
     "wedge": replace(
-        CANCEL, request_timeout_ns=1 * S, bystander_kinds=(METRICS_BYSTANDER,), survivors=0, later_concurrency=PLAN.later
+        CANCEL, request_timeout_ns=3 * S, bystander_kinds=(METRICS_BYSTANDER,), survivors=0, later_concurrency=PLAN.later
     ),
 }
 

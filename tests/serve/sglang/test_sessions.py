@@ -7,6 +7,8 @@ import httpx
 import pytest
 from tests.serve.sglang_live import NEVER_NS, events, talking
 
+from windtunnel.serve.sglang.sessions import Sessions
+
 PAGED: dict[str, Any] = {"sglang__page_size": 4}
 FIRST = list(range(100, 124))
 
@@ -177,17 +179,31 @@ async def test_replace_ends_a_request_at_work() -> None:
         server.server.engine.check_integrity()
 
 
-async def test_each_request_of_a_dropped_tree_is_ended_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_each_turn_of_a_dropped_tree_is_dropped_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not once for each that it has gone on from: a chain of 1,000 turns would be half a million."""
-    async with talking() as (server, client):
+    async with talking() as (_server, client):
         await opened(client)
         names = ["a", "b", "c", "d"]
         for name, before in zip(names, [None, *names], strict=False):
             await say(client, turn([1, 2, 3], name, before))
-        ended: list[str] = []
-        monkeypatch.setattr(server.server.jobs, "abort_by_id", ended.extend)
+        dropped: list[str] = []
+        monkeypatch.setattr(Sessions, "_forget", lambda _, gone, __: dropped.append(gone.rid))
         await say(client, turn([1, 2, 3], "e", replace=True))
-        assert sorted(ended) == names
+        assert sorted(dropped) == names
+
+
+@pytest.mark.parametrize("after", ["a", None], ids=["one", "all"])
+async def test_replace_leaves_alone_who_has_the_id_of_an_ended_request(after: str | None) -> None:
+    async with talking(pacing__itl_ns=NEVER_NS) as (server, client):
+        await opened(client)
+        await say(client, turn(FIRST, "a", max_new_tokens=1))
+        other = turn(FIRST, "a", max_new_tokens=9) | {"session_params": None}
+        asking = asyncio.ensure_future(client.post("/generate", json=other))
+        await server.until(lambda: server.states() == ["decode"])
+        await say(client, turn([7], "b", after, replace=True, max_new_tokens=1))
+        assert server.states() == ["decode"]
+        await client.post("/abort_request", json={"rid": "a"})
+        assert (await asking).json()["meta_info"]["completion_tokens"] == 1
 
 
 async def test_a_session_that_is_left_alone_is_closed() -> None:
@@ -306,6 +322,15 @@ async def test_what_cannot_open_a_session(asked: bytes) -> None:
     async with talking() as (_server, client):
         answer = await client.post("/open_session", content=asked)
         assert answer.status_code == 400 and ("timeout must be" in answer.text or "session_id must be" in answer.text)
+
+
+async def test_more_sessions_than_the_limit_are_told_so() -> None:
+    async with talking(limits__stored_responses=1) as (_server, client):
+        await opened(client)
+        second = await client.post("/open_session", json={"capacity_of_str_len": 1})
+        assert second.status_code == 400 and "1 are open" in second.json()["error"]["message"]
+        await client.post("/close_session", json={"session_id": "s"})
+        await opened(client)
 
 
 async def test_an_id_too_long_for_a_session() -> None:

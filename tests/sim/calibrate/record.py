@@ -140,10 +140,17 @@ TOOLS = {
 }
 
 
-def record(name: str, clients: int, out: Path) -> None:
+def record(name: str, out: Path) -> None:
+    """One server for all of a tool's runs: GuideLLM's second one finds the prompts of its first in the cache."""
+    with server(*SERVER) as (port, _):
+        for clients in CLIENTS:
+            _record(name, clients, port, out)
+
+
+def _record(name: str, clients: int, port: int, out: Path) -> None:
     """Raises CalledProcessError where the tool fails, TimeoutExpired where it has no end."""
     tool, program = TOOLS[name], peers.find(name)
-    with tempfile.TemporaryDirectory() as at, server(*SERVER) as (port, _):
+    with tempfile.TemporaryDirectory() as at:
         folder, tokenizer = Path(at), Path(at) / "tokenizer"
         tokenizer.mkdir()
         for file, data in tokenizer_files().items():
@@ -170,8 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     programs = {name: found for name in TOOLS if (found := peers.find(name))}
     for name in programs:
-        for clients in CLIENTS:
-            record(name, clients, options.out)
+        record(name, options.out)
     told = [f"{name} {peers.version(name, found)}" for name, found in programs.items()]
     print(f"Written by {' and '.join(told)}, {time.strftime('%Y-%m-%d')}, load average {load:.2f} before the first")
     return 0

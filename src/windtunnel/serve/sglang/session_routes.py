@@ -27,9 +27,8 @@ def open_session(server: Server, state: Sglang, call: Call) -> Reply:
     if asked.get("streaming"):
         return _native_refusal("Streaming sessions are disabled. Please relaunch with --enable-streaming-session.")
     patience_ns = None if patience_s is None else scaled(round(patience_s * 1e9), server.config.pacing.time_scale)
-    if not state.sessions.open(wanted, patience_ns, server.config.limits.stored_responses):
-        return _native_refusal("Failed to open the session. Check if a session with the same id is still open.")
-    return json_reply(wanted)
+    refused = state.sessions.open(wanted, patience_ns, server.config.limits.stored_responses)
+    return json_reply(wanted) if refused is None else _native_refusal(refused)
 
 
 def _is_patience(told: Any) -> bool:

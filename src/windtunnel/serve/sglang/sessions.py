@@ -131,13 +131,15 @@ class Sessions:
         self._tokens += 2 - len(turn.prompt) - len(turn.answer)
         turn.prompt, turn.answer = (0,), [0]
 
-    def open(self, name: str, patience_ns: int | None, limit: int) -> bool:
-        """Whether it is open; not if it was before, nor if there are `limit` sessions."""
+    def open(self, name: str, patience_ns: int | None, limit: int) -> str | None:
+        """Why it is not: it was open before, or there are `limit` sessions (ours)."""
         self._reap()
-        if name in self._sessions or len(self._sessions) >= limit:
-            return False
+        if name in self._sessions:
+            return "Failed to open the session. Check if a session with the same id is still open."
+        if len(self._sessions) >= limit:
+            return f"Failed to open the session: {limit} are open, which is the limit. Close one (/close_session)."
         self._sessions[name] = _Session(patience_ns, self._now_ns())
-        return True
+        return None
 
     def close(self, name: str) -> None:
         """Requests at work go on; unknown names are ignored."""
@@ -186,7 +188,8 @@ class Sessions:
         if turn is None:
             raise _refusal("Invalid request session id")
         if asked.replace:
-            server.jobs.abort_by_id([turn.rid])
+            if self._at_work(turn):
+                server.jobs.abort_by_id([turn.rid])
             self._end(server, list(turn.after.values()), session)
             turn.after.clear()
         elif self._unfinished(turn):
@@ -195,7 +198,11 @@ class Sessions:
 
     def _unfinished(self, turn: _Turn) -> bool:
         """What nobody listens to any more has been ended by the front end, and the engine is about to say so."""
-        return not turn.finished and (self._running.get(turn.rid) is not turn or self._hears(turn.rid))
+        return not turn.finished and (not self._at_work(turn) or self._hears(turn.rid))
+
+    def _at_work(self, turn: _Turn) -> bool:
+        """Its `rid` is its own: once it has ended, that may be the id of somebody else's request."""
+        return self._running.get(turn.rid) is turn
 
     def _check_room(self, session: _Session, tokens: int, rid: str) -> None:
         if len(rid) > NAME_LIMIT:
@@ -209,21 +216,25 @@ class Sessions:
         server.jobs.abort_by_id(self._drop(turns, session))
 
     def _drop(self, turns: "list[_Turn]", session: _Session) -> list[str]:
-        """Forget these and what has gone on from them, each once; their ids."""
-        dropped: dict[int, str] = {}
+        """Forget these and what has gone on from them, each once; the ids of those at work."""
+        dropped: set[int] = set()
+        at_work: list[str] = []
         while turns:
             turn = turns.pop()
-            if id(turn) not in dropped:
-                dropped[id(turn)] = turn.rid
-                turns += turn.after.values()
-                self._forget(turn, session)
-        return list(dropped.values())
+            if id(turn) in dropped:
+                continue
+            dropped.add(id(turn))
+            turns += turn.after.values()
+            if self._at_work(turn):
+                at_work.append(turn.rid)
+            self._forget(turn, session)
+        return at_work
 
     def _forget(self, turn: _Turn, session: _Session) -> None:
         if session.turns.get(turn.rid) is turn:
             del session.turns[turn.rid]
             self._tokens -= len(turn.prompt) + len(turn.answer)
-        if self._running.get(turn.rid) is turn:
+        if self._at_work(turn):
             del self._running[turn.rid]
 
     def _reap(self) -> None:
