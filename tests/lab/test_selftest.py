@@ -1,6 +1,7 @@
 """The self-test's arithmetic, its file of runs, and its end on a signal."""
 
 import asyncio
+import errno
 import json
 import shlex
 import signal
@@ -243,3 +244,19 @@ async def test_a_server_that_is_being_judged_is_given_up_at_once(monkeypatch: py
     async with asyncio.timeout(60):
         await selftest.run_selftest(schedule([CUT], 2, 7), stop=stop, tell=lambda turn, run: told.append(run))
     assert told == []
+
+
+@pytest.mark.parametrize("words", [[], ["--resume"]], ids=["begun", "resumed"])
+def test_a_file_system_without_locks_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
+    if words:
+        begin(tmp_path / "runs.jsonl")
+
+    def flock(*_args: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    command = ["selftest", "--only", "cut-stream", "--runs", "3", "--seed", "7", "--out", str(tmp_path), *words]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 2
+    assert f"{tmp_path} cannot be locked (No locks available): name a folder on another file system" in result.stderr
+    assert (tmp_path / "runs.jsonl").exists() == bool(words), "what holds no runs stands in nobody's way"

@@ -226,3 +226,29 @@ def test_what_an_unfinished_call_is_looked_for_in_is_limited(begun: str) -> None
         assert len(parser._buffer) <= 4096
     parser.push("</tool_call>")
     assert parser._place == "content"
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("logprob", [float("inf"), float("nan")])
+@pytest.mark.parametrize("place", ["logprob", "top_logprobs"])
+def test_a_logprob_that_json_cannot_write_is_refused(path: str, logprob: float, place: str) -> None:
+    entry: dict[str, Any] = {"token_id": 1, "logprob": -0.5, "top_logprobs": []}
+    entry |= {"logprob": logprob} if place == "logprob" else {"top_logprobs": [{"token_id": 1, "logprob": logprob}]}
+    assert f"logprob is {logprob}" in refusal(path, {"generate_chunk": part([1], logprobs={"content": [entry]})})
+
+
+def test_minus_infinity_is_the_floor() -> None:
+    entry = {"token_id": 1, "logprob": float("-inf"), "top_logprobs": []}
+    (made,) = derendered(CHAT, [part([1], logprobs={"content": [entry]})])
+    assert made["choices"][0]["logprobs"]["content"][0]["logprob"] == -9999.0
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_numbers_without_an_end_are_refused_by_their_field(path: str) -> None:
+    """A number of as many digits as Python reads, and one more, is one that it does not write."""
+    huge, one = 10**4300 - 1, part([1])
+    assert "logprob_text_offset" in refusal(path, {"generate_chunk": one, "stream_state": {"logprob_text_offset": huge}})
+    assert "prompt_tokens" in refusal(path, {"generate_chunk": one, "prompt_tokens": huge})
+    usage = {"prompt_tokens": 1, "completion_tokens": huge}
+    assert "completion_tokens" in refusal(path, {"generate_chunk": one | {"usage": usage}})
+    assert "metrics" in refusal(path, {"generate_chunk": one | {"metrics": {"a": [float("nan")]}}})

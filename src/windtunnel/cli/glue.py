@@ -1,4 +1,4 @@
-"""What the lab's commands share: clean ends on Ctrl-C and SIGTERM, and errors with exit code 2."""
+"""What commands share: clean ends on Ctrl-C and SIGTERM, and errors with exit code 2."""
 
 import sys
 from collections.abc import Awaitable, Callable
@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     import asyncio
 
 Result = TypeVar("Result")
+ANY_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+"""Of a command that reads its own flags."""
 
 
 def fail(message: str) -> NoReturn:

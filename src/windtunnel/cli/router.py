@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from windtunnel.cli.exits import USAGE
+from windtunnel.cli.glue import ANY_FLAGS
 
 if TYPE_CHECKING:
     from windtunnel.serve.router.config import RouterConfig
@@ -30,13 +31,9 @@ HELP = """usage: windtunnel router --worker-urls URL [URL…]
   --between-legs        how long the prefill's answer lies before the decode request is sent (0)
   --decode-after-departure  send the decode request though the client has left between the legs, until its first token"""
 
-_ANY_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-
 
 def register(app: typer.Typer) -> None:
-    app.command("router", context_settings=_ANY_FLAGS, help="Route to simulated or real workers, plain or in P/D pairs.")(
-        router
-    )
+    app.command("router", context_settings=ANY_FLAGS, help="Route to simulated or real workers, plain or in P/D pairs.")(router)
 
 
 def router(context: typer.Context) -> None:

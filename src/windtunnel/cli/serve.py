@@ -5,6 +5,7 @@ import os
 import typer
 
 from windtunnel.cli.exits import USAGE
+from windtunnel.cli.glue import ANY_FLAGS
 
 _SWITCHES = {
     "VLLM_SERVER_DEV_MODE": "--dev-mode",
@@ -34,11 +35,10 @@ _SGLANG_VALUES = {
     "SGLANG_REQ_RUNNING_TIMEOUT": "req-running-timeout",
 }
 _SHARED_VALUES = ("SIM_MODEL", "PYTHONHASHSEED", "POD_NAME", "POD_NAMESPACE")
-_ANY_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
 def register(app: typer.Typer) -> None:
-    app.command("serve", context_settings=_ANY_FLAGS, help="Run a simulated vLLM or SGLang server.")(serve)
+    app.command("serve", context_settings=ANY_FLAGS, help="Run a simulated vLLM or SGLang server.")(serve)
 
 
 def serve(context: typer.Context) -> None:

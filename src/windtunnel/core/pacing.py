@@ -107,7 +107,8 @@ def _normal(mean: float, std: float, draws: Draws) -> float:
     return draws.gauss(mean, std)
 
 
-def _lognormal(mean: float, std: float, draws: Draws) -> float:
+def lognormal(mean: float, std: float, draws: Draws) -> float:
+    """A draw from the distribution of that mean and that standard deviation."""
     variance = log1p((std / mean) ** 2)
     return exp(draws.gauss(log(mean) - variance / 2, sqrt(variance)))
 
@@ -119,7 +120,7 @@ def _uniform(mean: float, std: float, draws: Draws) -> float:
 _DRAW: dict[str, Callable[[float, float, Draws], float]] = {
     "constant": _constant,
     "normal": _normal,
-    "lognormal": _lognormal,
+    "lognormal": lognormal,
     "uniform": _uniform,
 }
 

@@ -99,3 +99,10 @@ class EngineRequest:
     """SGLang: what `--schedule-policy routing-key` groups by (header `x-smg-routing-key`)."""
     tags: Mapping[str, str] = field(default_factory=dict)
     """Plain values for `/debug/requests` (family, route); no engine reads them."""
+
+    def stops(self, eos_token_id: int | None, extra_eos_token_ids: frozenset[int]) -> frozenset[int]:
+        """The tokens that end its output, on an engine with these ends of a text."""
+        if self.ignore_eos:
+            return self.stop_token_ids
+        ends = extra_eos_token_ids if eos_token_id is None else extra_eos_token_ids | {eos_token_id}
+        return self.stop_token_ids | ends

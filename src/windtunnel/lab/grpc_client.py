@@ -24,11 +24,11 @@ from smg_grpc_proto.generated import sglang_scheduler_pb2_grpc as sglang_rpc
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm_pb
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc as vllm_rpc
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
 
 from windtunnel.lab.connection import Connection, ConnectionCut, How, Origin
 from windtunnel.lab.grpc_door import LOOK_TIMEOUT_S, GrpcDoor, find_door
 from windtunnel.lab.record import Ask, End
+from windtunnel.wire.decode_stream import TokenTexts
 
 CONNECT_TIMEOUT_S = 5.0
 TOKENIZER_LIMIT_BYTES = 256 * 1024 * 1024
@@ -330,13 +330,12 @@ class Texts:
     """Tokens of one choice to text, as they come."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
-        self._tokenizer = tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)
+        self._texts = None if tokenizer is None else TokenTexts(tokenizer)
 
     def text(self, token_ids: Any) -> str:
-        if self._tokenizer is None:
+        if self._texts is None:
             return "".join(f" {token}" for token in token_ids)
-        return "".join([self._stream.step(self._tokenizer, token) or "" for token in token_ids])
+        return "".join([self._texts.text(token) for token in token_ids])
 
 
 def _take(message: Any, recorder: Recorder, texts: Texts) -> None:

@@ -105,6 +105,11 @@ def _lock(file: TextIO, path: Path) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise LogError(f"another self-test is at work in {path.parent}: wait for its end, or name another folder") from None
+    except OSError as error:
+        if path.stat().st_size == 0:
+            path.unlink()
+        where = f"{path.parent} cannot be locked ({error.strerror})"
+        raise LogError(f"{where}: name a folder on another file system") from None
 
 
 def _write(file: TextIO, line: Mapping[str, Any]) -> None:

@@ -156,7 +156,9 @@ class EngineDriver:
             tokens, until_ns = 0, now_ns() + _TURN_NS
             while tokens < _TOKENS_PER_TURN and self._is_due(until_ns):
                 made = self._advance()
-                tokens += made if made and self._instant else _TOKENS_PER_TURN
+                if not made or not self._instant:
+                    break
+                tokens += made
         finally:
             self._cork.release()
         self._turn_ended_ns = now_ns()

@@ -14,10 +14,10 @@ import jinja2
 import jinja2.ext
 import jinja2.sandbox
 import tokenizers
-from tokenizers.decoders import DecodeStream
 
 from windtunnel.core.tokenizer import AS_USUAL, TemplateOptions, Tokenizer
 from windtunnel.core.words import WORDS
+from windtunnel.wire.decode_stream import TokenTexts
 
 _MARK = "continue-here-4f1c9a"
 _LONG_CHARS = 4096
@@ -121,13 +121,11 @@ class FolderDetokenizer:
     """Mutable state of one sequence: the library's incremental decoder. It has read the end of the prompt, as in vLLM 0.33."""
 
     def __init__(self, inner: tokenizers.Tokenizer, skip_special_tokens: bool, after: Sequence[int]) -> None:
-        self._inner = inner
-        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
-        for token in _whole_characters(inner, after):
-            self._stream.step(inner, token)
+        self._texts = TokenTexts(inner, skip_special_tokens=skip_special_tokens)
+        self.push(_whole_characters(inner, after))
 
     def push(self, token_ids: Iterable[int]) -> str:
-        return "".join(self._stream.step(self._inner, token) or "" for token in token_ids)
+        return "".join([self._texts.text(token) for token in token_ids])
 
     def flush(self) -> str:
         return ""

@@ -2,9 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import exp, log, log1p, sqrt
 from random import Random
 from typing import Any
+
+from windtunnel.core.pacing import lognormal
 
 FORMS = "a number, uniform:LOW:HIGH, normal:MEAN:STD, lognormal:MEAN:STD or choice:A,B,…"
 LIMIT = 10_000_000
@@ -55,15 +56,10 @@ def _checked(kind: str, numbers: list[float]) -> Lengths:
     return Lengths(kind, tuple(numbers))
 
 
-def _lognormal(draws: Random, mean: float, std: float) -> float:
-    variance = log1p((std / mean) ** 2)
-    return exp(draws.gauss(log(mean) - variance / 2, sqrt(variance)))
-
-
 _DRAWS: dict[str, Callable[..., float]] = {
     "constant": lambda _draws, value: value,
     "uniform": lambda draws, low, high: draws.randint(int(low), int(high)),
     "normal": lambda draws, mean, std: draws.gauss(mean, std),
-    "lognormal": _lognormal,
+    "lognormal": lambda draws, mean, std: lognormal(mean, std, draws),
     "choice": lambda draws, *values: draws.choice(values),
 }

@@ -86,6 +86,25 @@ async def test_without_a_bootstrap_server_it_is_a_503() -> None:
         assert p.bodies == d.bodies == []
 
 
+@pytest.mark.parametrize("silent", [True, False], ids=["silent", "refused"])
+async def test_a_bootstrap_server_that_does_not_answer_leaves_the_other_prefills_at_work(silent: bool) -> None:
+    """And a question that is open when the router ends is given up."""
+    async with workers(200, 200, 200, 200) as (dead, p, d, boot), workers(200) as (mute,):
+        boot.answer = says("e")
+        mute.go.clear()
+        ports = [int(mute.url.rpartition(":")[2]) if silent else 1, int(boot.url.rpartition(":")[2])]
+        prefills = tuple(PrefillAddress(one.url, "127.0.0.1", port) for one, port in zip((dead, p), ports, strict=True))
+        async with (
+            router(mooncake=True, prefills=prefills, decodes=(d.url,)) as url,
+            httpx.AsyncClient(timeout=PATIENCE_S) as client,
+        ):
+            statuses = [(await client.post(url + PATH, json=COMPLETION)).status_code for _ in range(4)]
+            assert statuses == [200] * 4
+            await until(lambda: len(p.bodies) == 4)
+            assert len(mute.bodies) == silent and dead.bodies == []
+        await until(lambda: mute.gone == silent)
+
+
 async def test_legs_that_clients_have_left_have_a_limit() -> None:
     async with workers(200, 200, 200) as (p, d, boot):
         boot.answer = says("e")

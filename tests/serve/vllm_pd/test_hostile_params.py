@@ -147,3 +147,25 @@ async def test_the_data_plane_listens_on_after_what_an_engine_does_not_take(monk
         assert (await _decode(pd, other | {"kv_transfer_params": await pd.prefilled(other)}))[0] == 200
         assert (await first)[0] == 500
         await pd.until_idle()
+
+
+async def test_side_channels_that_name_ever_new_data_planes_shut_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stranger's side channel is any engine it is asked for, and names another endpoint each time."""
+    monkeypatch.setattr("windtunnel.core.vllm.connector.peers.MAX_PEERS", 2)
+    monkeypatch.setattr("windtunnel.serve.vllm_pd.base.MAX_PEERS", 2)
+    monkeypatch.setattr("windtunnel.serve.pd.sockets.PEERS_LIMIT", 4)
+    async with pair({"pacing__time_scale": 10.0}) as pd:
+        told, handshake, ports = await pd.prefilled(), engine_of(pd.p).handshake, iter(range(1, 100))
+
+        async def shake_hands(_context: object, peer: Any, _timeout_s: float) -> tuple[Handshake, Found]:
+            return handshake._replace(engine_id=peer.engine_id), Found(f"127.0.0.1:{next(ports)}", NO_REGION)
+
+        with monkeypatch.context() as strange:
+            strange.setattr(transport_module, "shake_hands", shake_hands)
+            strangers = [told | {"remote_engine_id": f"stranger-{number}"} for number in range(8)]
+            asked = [_prompt(8 + number) | {"kv_transfer_params": one} for number, one in enumerate(strangers)]
+            await asyncio.gather(*(_decode(pd, body) for body in asked))
+        body = _prompt(1)
+        assert (await _decode(pd, body | {"kv_transfer_params": await pd.prefilled(body)}))[0] == 200
+        (connection,) = pd.d.server.flavour._connections  # type: ignore[attr-defined]
+        assert len(connection.transport._endpoints) == 2 and len(connection.transport._peers._peers) == 4

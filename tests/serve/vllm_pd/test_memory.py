@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 from tests.serve.live import live
-from tests.serve.vllm_pd.pair import COMPLETION, counters, engine_of, pair, until
+from tests.serve.vllm_pd.pair import COMPLETION, REMOTE_DECODE, counters, engine_of, pair, until
+from tests.serve.vllm_pd.pair import NIXL as KV
 
 from windtunnel.serve.config import UsageError
 from windtunnel.serve.nixl import library
@@ -108,7 +109,24 @@ async def test_a_read_fails_when_the_connection_to_its_prefill_ends(monkeypatch:
         )
         (reader,) = pd.d.server.flavour._connections  # type: ignore[attr-defined]
         await until(lambda: reader._mover._transfers)
-        (endpoint,) = reader.transport._addresses
+        (endpoint,) = reader.transport._endpoints.values()
         reader.transport._connection(endpoint, True)
         assert (await asking).status_code == 500
         assert counters(pd.d) == {"failed_transfers": 1}
+
+
+@needs_nixl
+async def test_an_agent_whose_handshake_is_forgotten_is_forgotten_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("windtunnel.core.vllm.connector.peers.MAX_PEERS", 1)
+    monkeypatch.setattr("windtunnel.serve.vllm_pd.base.MAX_PEERS", 1)
+    async with pair(NIXL) as pd, live(kv_transfer__told=KV, kv_transfer__side_channel_port=0, **NIXL) as other:
+        for number, prefill in enumerate((pd.p, other, pd.p)):
+            asked = COMPLETION | {"prompt": f"{number} and more of it " * 30}
+            leg = asked | {"max_tokens": 1, "kv_transfer_params": REMOTE_DECODE}
+            params = (await pd.client.post(f"{prefill.url}/v1/completions", json=leg)).json()["kv_transfer_params"]
+            answer = await pd.client.post(f"{pd.d.url}/v1/completions", json=asked | {"kv_transfer_params": params})
+            assert answer.status_code == 200
+        (reader,) = pd.d.server.flavour._connections  # type: ignore[attr-defined]
+        assert len(reader._mover._remotes) == 1
+        await pd.until_idle()
+        assert counters(pd.d) == {}

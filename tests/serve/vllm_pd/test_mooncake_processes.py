@@ -59,7 +59,7 @@ async def test_the_text_is_the_single_servers() -> None:
         stream = (await pd.client.post(f"{pd.up.url}/v1/completions", json=BODY | {"stream": True})).text
         await pd.until_empty()
         assert await _counters(pd, "prefill") == await _counters(pd, "decode") == {}
-    wanted = (await unified_answer(BODY))["choices"][0]["text"]
+    wanted = (await unified_answer(BODY, "vllm"))["choices"][0]["text"]
     assert by_hand["choices"][0]["text"] == balanced["choices"][0]["text"] == wanted
     assert stream.rstrip().endswith("data: [DONE]")
 

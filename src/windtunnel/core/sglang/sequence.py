@@ -56,7 +56,7 @@ class SglangSequence:
         self.started_ns = 0
         self.arrived = arrived
         self.namespace = namespace_of(request)
-        self.stops = _stop_tokens(request, config)
+        self.stops = request.stops(config.eos_token_id, config.extra_eos_token_ids)
         self.pages: list[int] = []
         self.held = 0
         self.node: RadixNode | None = None
@@ -120,10 +120,3 @@ class SglangSequence:
             return TokenOutput(self.request_id, (token,), FinishReason.STOP, token, self.cached_tokens)
         reason = FinishReason.LENGTH if made + 1 >= self.output_limit else None
         return TokenOutput(self.request_id, (token,), reason, None, self.cached_tokens)
-
-
-def _stop_tokens(request: EngineRequest, config: SglangEngineConfig) -> frozenset[int]:
-    if request.ignore_eos:
-        return request.stop_token_ids
-    ends = config.extra_eos_token_ids if config.eos_token_id is None else config.extra_eos_token_ids | {config.eos_token_id}
-    return request.stop_token_ids | ends

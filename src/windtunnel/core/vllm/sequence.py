@@ -94,7 +94,7 @@ class VllmSequence:
         """Under asynchronous scheduling: the step with whose end a requested abort takes effect."""
         self.notify_abort = False
         self.output_limit = min(request.max_tokens, max(1, config.max_model_len - self.prompt_len))
-        self.stops = _stop_tokens(request, config)
+        self.stops = request.stops(config.eos_token_id, config.extra_eos_token_ids)
 
     @property
     def quiet(self) -> int:
@@ -211,10 +211,3 @@ class VllmSequence:
         """The output that `block_end` announces."""
         self.block_end = False
         return _new_output((self.request_id, next(self._ahead), None, None, self.cached_tokens, None, None))
-
-
-def _stop_tokens(request: EngineRequest, config: VllmEngineConfig) -> frozenset[int]:
-    if request.ignore_eos:
-        return request.stop_token_ids
-    ends = config.extra_eos_token_ids if config.eos_token_id is None else config.extra_eos_token_ids | {config.eos_token_id}
-    return request.stop_token_ids | ends

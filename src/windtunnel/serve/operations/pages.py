@@ -32,7 +32,7 @@ def _health(server: Server, _call: Call) -> Reply:
     return Reply(status=503 if server.dead else 200)
 
 
-def _ready(server: Server, _call: Call) -> Reply:
+def show_ready(server: Server, _call: Call) -> Reply:
     """Of llm-d-inference-sim: 503 until `--startup-duration` has passed."""
     return Reply(status=200 if server.ready and not server.dead else 503)
 
@@ -93,7 +93,7 @@ def _scale(server: Server, call: Call) -> Reply:
 
 ALWAYS: tuple[Rule, ...] = (
     get("/health", _health),
-    get("/health/ready", _ready),
+    get("/health/ready", show_ready),
     Rule("/ping", ("GET", "POST"), _health),
     get("/load", _load),
     get("/version", _version),

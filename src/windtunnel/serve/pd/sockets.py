@@ -8,12 +8,14 @@ A vLLM engine has one.
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 
 import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
+
+from windtunnel.core.shown import shown
 
 log = logging.getLogger("windtunnel.serve")
 
@@ -109,6 +111,8 @@ class Peer:
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED)
         self._queue: asyncio.Queue[tuple[float, list[bytes], Callable[[], None]]] = asyncio.Queue(SEND_QUEUE_LIMIT)
+        self._sending: Callable[[], None] | None = None
+        """What to call if the message that has left the queue is not handed over."""
         try:
             self._socket.connect(f"tcp://{endpoint}")
         except (zmq.ZMQError, UnicodeError):
@@ -127,16 +131,27 @@ class Peer:
     async def _run(self) -> None:
         while True:
             deadline, parts, failed = await self._queue.get()
+            self._sending = failed
             try:
                 async with asyncio.timeout_at(deadline):
                     await self._socket.send_multipart(parts)
             except (TimeoutError, zmq.ZMQError):
                 failed()
+            self._sending = None
 
     async def _watch(self) -> None:
         while True:
             event = parse_monitor_message(await self._monitor.recv_multipart())["event"]
             self._on_lost(event == zmq.EVENT_DISCONNECTED)
+
+    async def drop(self) -> None:
+        """Close; what is not handed over has failed."""
+        await self.close()
+        if self._sending is not None:
+            self._sending()
+        while not self._queue.empty():
+            _deadline, _parts, failed = self._queue.get_nowait()
+            failed()
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -152,29 +167,55 @@ class Peer:
         self._socket.close(linger=0)
 
 
-class Peers:
-    """All peers of one rank's side, by endpoint."""
+def _nobody() -> Collection[str]:
+    return ()
 
-    def __init__(self, context: zmq.asyncio.Context, timeout_s: float, on_lost: Callable[[str, bool], None]) -> None:
+
+class Peers:
+    """All peers of one rank's side, by endpoint: at most `PEERS_LIMIT`, a new one in the place of the least recently used."""
+
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        timeout_s: float,
+        on_lost: Callable[[str, bool], None],
+        needed: Callable[[], Collection[str]] = _nobody,
+    ) -> None:
+        """`needed`: endpoints whose connections are watched; they keep their places."""
         self._context = context
         self._timeout_s = timeout_s
         self._on_lost = on_lost
+        self._needed = needed
         self._peers: dict[str, Peer] = {}
+        """The least recently used first."""
+        self._dropping: set[asyncio.Task[None]] = set()
 
     def __contains__(self, endpoint: str) -> bool:
         return endpoint in self._peers
 
     def get(self, endpoint: str) -> Peer | None:
-        """The peer, connected on first use; None when there are too many already."""
-        peer = self._peers.get(endpoint)
-        if peer is None and len(self._peers) < PEERS_LIMIT:
+        """The peer, connected on first use; None when there are too many that are needed."""
+        peer = self._peers.pop(endpoint, None)
+        if peer is None:
+            if len(self._peers) >= PEERS_LIMIT and not self._make_room():
+                log.warning("%d peers are in use already: %s is left out", PEERS_LIMIT, shown(endpoint))
+                return None
             peer = Peer(self._context, endpoint, self._timeout_s, lambda lost: self._on_lost(endpoint, lost))
-            self._peers[endpoint] = peer
-        elif peer is None:
-            log.warning("%d peers are connected already: %s is left out", PEERS_LIMIT, endpoint)
+        self._peers[endpoint] = peer
         return peer
 
+    def _make_room(self) -> bool:
+        needed = self._needed()
+        oldest = next((endpoint for endpoint in self._peers if endpoint not in needed), None)
+        if oldest is None:
+            return False
+        dropping = asyncio.ensure_future(self._peers.pop(oldest).drop())
+        self._dropping.add(dropping)
+        dropping.add_done_callback(self._dropping.discard)
+        return True
+
     async def close(self) -> None:
+        await asyncio.gather(*self._dropping)
         for peer in self._peers.values():
             await peer.close()
         self._peers.clear()

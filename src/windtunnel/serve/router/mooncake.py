@@ -15,7 +15,7 @@ import json
 import logging
 import os
 import uuid
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx
 
@@ -31,15 +31,8 @@ log = logging.getLogger("windtunnel.router")
 
 BOOTSTRAP_PORT = 8998
 AGAIN_S = 10.0
-"""So long counts what a bootstrap server has said. Then it is asked beside the next request; a bad answer changes nothing."""
+"""Between two questions to a bootstrap server, which are asked beside a request; a bad answer changes nothing."""
 _PATIENCE = httpx.Timeout(30.0)
-
-
-class _Known(NamedTuple):
-    engine_ids: dict[int, str]
-    """By data-parallel rank; at most `core.vllm.connector.params.MAX_RANKS`."""
-    until_s: float
-    """On the loop's clock."""
 
 
 class Mooncake:
@@ -48,9 +41,13 @@ class Mooncake:
     def __init__(self, config: RouterConfig, proxy: Proxy) -> None:
         self._proxy = proxy
         self._prefills = config.prefills
-        self._known: dict[str, _Known] = {}
-        """Of each prefill that was configured, by its URL."""
-        self._asking: set[asyncio.Task[None]] = set()
+        self._known: dict[str, dict[int, str]] = {}
+        """Of each prefill whose bootstrap server has answered, by its URL: engine ids by data-parallel rank (at most
+        `core.vllm.connector.params.MAX_RANKS`)."""
+        self._asking: dict[str, asyncio.Task[NoAnswer | MooncakeError | None]] = {}
+        """Why a server has not answered; by the prefill's URL, one question at a time."""
+        self._next_s: dict[str, float] = {}
+        """When a server is asked again, on the loop's clock."""
         self._turn = itertools.count()
         self._decodes = itertools.cycle(config.decodes)
         self._prefilling: set[asyncio.Task[None]] = set()
@@ -81,42 +78,50 @@ class Mooncake:
         to_prefill, to_decode = pairing.mooncake_bodies(
             scope["path"], body, f"xfer-{request_id}", bootstrap_address(prefill), engine_id
         )
-        leg = asyncio.ensure_future(self._prefill(prefill, scope, to_prefill, [*headers, ("x-data-parallel-rank", str(rank))]))
+        leg = self._proxy.spawn(self._prefill(prefill, scope, to_prefill, [*headers, ("x-data-parallel-rank", str(rank))]))
         self._prefilling.add(leg)
         leg.add_done_callback(self._prefilling.discard)
         await self._decode(next(self._decodes), scope, to_decode, headers, send)
 
     async def _next_prefill(self) -> tuple[PrefillAddress, int, str]:
-        """The next rank of the next prefill. Raises NoAnswer, MooncakeError."""
+        """The next rank of those prefills whose bootstrap servers have answered. Raises NoAnswer, MooncakeError."""
+        for prefill in self._prefills:
+            self._look(prefill)
+        if not self._known:
+            await self._first_answer()
         places = [
             (prefill, rank, engine_id)
             for prefill in self._prefills
-            for rank, engine_id in sorted((await self._engines_of(prefill)).items())
+            for rank, engine_id in sorted(self._known.get(prefill.url, {}).items())
         ]
         return places[next(self._turn) % len(places)]
 
-    async def _engines_of(self, prefill: PrefillAddress) -> dict[int, str]:
-        known, at_s = self._known.get(prefill.url), asyncio.get_running_loop().time()
-        if known is None:
-            return await self._ask(prefill)
-        if at_s >= known.until_s:
-            self._known[prefill.url] = known._replace(until_s=at_s + AGAIN_S)
-            asking = asyncio.ensure_future(self._ask_again(prefill))
-            self._asking.add(asking)
-            asking.add_done_callback(self._asking.discard)
-        return known.engine_ids
+    def _look(self, prefill: PrefillAddress) -> None:
+        """Ask its server if that is due, or nobody has answered yet."""
+        due = not self._known or asyncio.get_running_loop().time() >= self._next_s.get(prefill.url, 0.0)
+        if due and prefill.url not in self._asking:
+            self._asking[prefill.url] = self._proxy.spawn(self._ask(prefill))
 
-    async def _ask(self, prefill: PrefillAddress) -> dict[int, str]:
-        """Raises NoAnswer, MooncakeError."""
-        found = engine_ids(await ask(self._proxy.client, "GET", f"{bootstrap_address(prefill)}/query", _PATIENCE))
-        self._known[prefill.url] = _Known(found, asyncio.get_running_loop().time() + AGAIN_S)
-        return found
+    async def _first_answer(self) -> None:
+        asking = set(self._asking.values())
+        while True:
+            ended, asking = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
+            if self._known:
+                return
+            if not asking:
+                raise next(error for task in ended if (error := task.result()) is not None)
 
-    async def _ask_again(self, prefill: PrefillAddress) -> None:
+    async def _ask(self, prefill: PrefillAddress) -> NoAnswer | MooncakeError | None:
         try:
-            await self._ask(prefill)
+            told = await ask(self._proxy.client, "GET", f"{bootstrap_address(prefill)}/query", _PATIENCE)
+            self._known[prefill.url] = engine_ids(told)
         except (NoAnswer, MooncakeError) as error:
             log.warning("a prefill's bootstrap server: %s", error)
+            return error
+        finally:
+            del self._asking[prefill.url]
+            self._next_s[prefill.url] = asyncio.get_running_loop().time() + AGAIN_S
+        return None
 
     async def _prefill(self, prefill: PrefillAddress, scope: Scope, body: dict[str, Any], headers: Headers) -> None:
         try:

@@ -24,7 +24,7 @@ _GONE = "http.disconnect"
 
 
 class Proxy:
-    """Owns the connections to the workers."""
+    """Owns the connections to the workers, and the work that belongs to no request."""
 
     def __init__(self, request_timeout_s: float, connections: int) -> None:
         self.client = httpx.AsyncClient(
@@ -32,8 +32,19 @@ class Proxy:
             timeout=httpx.Timeout(request_timeout_s, connect=CONNECT_S),
             limits=httpx.Limits(max_connections=2 * connections, max_keepalive_connections=0),
         )
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def spawn(self, work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
+        """Goes on when the request that began it has ended; `close` cancels it."""
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.client.aclose()
 
     @asynccontextmanager

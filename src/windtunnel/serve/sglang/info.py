@@ -15,10 +15,6 @@ def show_root(_server: Server, _call: Call) -> Reply:
     return json_reply("SGLang is running")
 
 
-def show_ready(server: Server, _call: Call) -> Reply:
-    return Reply(status=200 if server.ready and not server.dead else 503)
-
-
 def model_info(server: Server) -> dict[str, Any]:
     config = server.config
     return {

@@ -6,12 +6,12 @@ from typing import Any
 from windtunnel.serve.clock import now_ns
 from windtunnel.serve.operations import debug
 from windtunnel.serve.operations.endpoint import Call, Handler, Reply, Row, Rule, Simple, get, post, post_text
-from windtunnel.serve.operations.pages import MetricsPage
+from windtunnel.serve.operations.pages import MetricsPage, show_ready
 from windtunnel.serve.sglang import loads
 from windtunnel.serve.sglang.control import abort_request, flush_cache, pause, resume, set_internal_state, slow_down
 from windtunnel.serve.sglang.generate import SglangRoute
 from windtunnel.serve.sglang.health import probe
-from windtunnel.serve.sglang.info import ModelRoute, show_model_info, show_models, show_ready, show_root, show_server_info
+from windtunnel.serve.sglang.info import ModelRoute, show_model_info, show_models, show_root, show_server_info
 from windtunnel.serve.sglang.operator import Sglang
 from windtunnel.serve.sglang.session_routes import close_session, open_session
 from windtunnel.serve.sglang.sessions import Sessions

@@ -47,6 +47,8 @@ log = logging.getLogger("windtunnel.serve")
 
 SOCKET_FLOOR_S = 1.0
 QUESTIONS_LIMIT = 256
+REGISTERED_LIMIT = 65536
+"""Pairs of sockets; beyond, those of prefills that are connected no more are forgotten."""
 _REGISTER_TRIES = 5
 _STATUS_SEND_S = 30.0
 """Prefill → decode: a constant, best effort (reference §3.3)."""
@@ -340,6 +342,8 @@ class DecodeTransport(Transport):
         peer = self.peers.get(to)
         if peer is None or (rank, to, mine) in self._registered:
             return
+        if len(self._registered) >= REGISTERED_LIMIT:
+            self._registered = {one for one in self._registered if one[1] in self.peers}
         self._registered.add((rank, to, mine))
         memory = encode_real(self.kv_agents[rank].map) if self.kv_agents else b""
         told = Registration(mine, self.agents[rank], attn_tp_size=len(self.agents), engine_rank=rank, memory=memory)

@@ -9,7 +9,7 @@ engine asks. Moves are timed by a mover on this side.
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Any, Protocol
 
 import zmq.asyncio
@@ -17,7 +17,7 @@ import zmq.asyncio
 from windtunnel.core.shown import shown
 from windtunnel.core.transfer.backends import SimBackend
 from windtunnel.core.vllm.connector.engine import ConnectorEngine
-from windtunnel.core.vllm.connector.mover import BlockMover, Move
+from windtunnel.core.vllm.connector.mover import BlockMover, Move, address
 from windtunnel.core.vllm.connector.peers import MAX_PEERS
 from windtunnel.core.vllm.connector.seam import (
     Ask,
@@ -58,6 +58,10 @@ class Mover(Protocol):
         """Hands have been shaken. Raises ValueError for a side that cannot be read."""
         ...
 
+    def forget(self, peer: Peer) -> None:
+        """Its handshake is no longer remembered."""
+        ...
+
     def find_peer(self, address: str) -> None: ...
 
     def lose_peer(self, address: str, now_ns: int) -> None: ...
@@ -79,7 +83,10 @@ class SimMover(BlockMover):
         """Raises ValueError for a side that waits for real bytes."""
         if region.metadata:
             raise ValueError("the other side moves real bytes: start this one with --kv-transfer-backend nixl, too")
-        self.find_peer(f"{peer.host}:{peer.port}")
+        self.find_peer(address(peer))
+
+    def forget(self, peer: Peer) -> None:
+        """Nothing: the backend knows addresses only."""
 
     def find_peer(self, address: str) -> None:
         self.backend.find_peer(address)
@@ -121,7 +128,7 @@ class Transport(ABC):
         return max(SOCKET_FLOOR_S, seconds / self._scale)
 
     async def start(self) -> None:
-        self._peers = Peers(self.context, self._socket_s(SEND_S), self._connection)
+        self._peers = Peers(self.context, self._socket_s(SEND_S), self._connection, self._needed)
 
     async def close(self) -> None:
         self._alarm.close()
@@ -232,15 +239,24 @@ class Transport(ABC):
         """A connection to a peer's data plane has ended, or begun."""
 
     @abstractmethod
+    def _needed(self) -> Collection[str]:
+        """Data planes whose connections are watched."""
+
+    @abstractmethod
     def debug(self) -> dict[str, Any]: ...
 
 
-def remember(known: dict[Peer, str], peer: Peer, where: str) -> None:
-    """As many as the engine itself does (`core.vllm.connector.peers`), and the same ones: the oldest handshake goes."""
+def remember(known: dict[Peer, str], peer: Peer, where: str) -> Peer | None:
+    """As many as the engine itself does (`core.vllm.connector.peers`), and the same ones: the oldest handshake goes.
+
+    Who has gone for it is returned.
+    """
     known.pop(peer, None)
-    if len(known) >= MAX_PEERS:
-        del known[next(iter(known))]
+    oldest = next(iter(known)) if len(known) >= MAX_PEERS else None
+    if oldest is not None:
+        del known[oldest]
     known[peer] = where
+    return oldest
 
 
 def reason_of(error: Exception) -> str:

@@ -160,6 +160,14 @@ class NixlMover:
             raise ValueError(f"the other agent's metadata: {type(error).__name__} {error}") from error
         self._remotes[peer] = (name.decode() if isinstance(name, bytes) else str(name), region)
 
+    def forget(self, peer: Peer) -> None:
+        """Its agent too, unless another peer has the same one or a move of it is under way."""
+        name, _region = self._remotes.pop(peer)
+        moving = any(transfer.move.peer == peer for transfer in self._transfers.values())
+        if not moving and all(name != other for other, _ in self._remotes.values()):
+            with suppress(*self._memory.errors):
+                self._memory.agent.remove_remote_agent(name)
+
     def find_peer(self, where: str) -> None:
         self._lost.discard(where)
 
@@ -167,7 +175,7 @@ class NixlMover:
         """The connection says so; NIXL may take longer, or leave a move open."""
         self._lost.add(where)
         for number, transfer in list(self._transfers.items()):
-            if address(transfer.move) == where:
+            if address(transfer.move.peer) == where:
                 del self._transfers[number]
                 self._release(transfer.handle)
                 self._failed.append(MoveFailed(number, _REMOTE_GONE))
@@ -175,7 +183,7 @@ class NixlMover:
 
     def start(self, move: Move, now_ns: int) -> None:
         self._next_ns = now_ns
-        if address(move) in self._lost:
+        if address(move.peer) in self._lost:
             self._failed.append(MoveFailed(move.number, _REMOTE_GONE))
             return
         name, region = self._remotes[move.peer]

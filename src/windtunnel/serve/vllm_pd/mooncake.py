@@ -8,6 +8,7 @@ silence, so a decode does not notice that a prefill has gone; a prefill does not
 import asyncio
 import logging
 import random
+from collections.abc import Collection
 from contextlib import suppress
 
 import httpx
@@ -15,6 +16,7 @@ import zmq
 import zmq.asyncio
 
 from windtunnel.core.shown import shown
+from windtunnel.core.vllm.connector.mover import address as peer_address
 from windtunnel.core.vllm.connector.seam import Arrived, HandshakeDone, Notify, NotifyFailed, Peer, Pulled, Pulls
 from windtunnel.serve.beside import Beside
 from windtunnel.serve.clock import now_ns
@@ -176,7 +178,7 @@ class MooncakeTransport(Transport):
 
     def _heard(self, asker: bytes, pulls: Pulls) -> None:
         with suppress(zmq.ZMQError, UnicodeError):  # an endpoint that is none: the write goes on, and lands nowhere
-            self._peers.get(f"{pulls.decode.host}:{pulls.decode.port}")
+            self._peers.get(peer_address(pulls.decode))
         for pull in pulls.pulls:
             self._askers[pulls.decode.engine_id, pull.request_id] = asker
             if len(self._askers) > ASKERS_LIMIT:
@@ -198,6 +200,9 @@ class MooncakeTransport(Transport):
         else:
             self._mover.find_peer(endpoint)
         self._set_alarm()
+
+    def _needed(self) -> Collection[str]:
+        return {peer_address(move.peer) for move in self._moves.values()}
 
     def _socket(self, kind: int) -> zmq.asyncio.Socket:
         return options(self.context.socket(kind))

@@ -6,7 +6,7 @@ there is read.
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ import zmq.asyncio
 
 from windtunnel.core.shown import shown
 from windtunnel.core.vllm.connector.engine import ConnectorEngine
+from windtunnel.core.vllm.connector.mover import address
 from windtunnel.core.vllm.connector.seam import (
     Arrived,
     HandshakeDone,
@@ -75,8 +76,6 @@ class NixlTransport(Transport):
         self.channel = channel
         self._endpoints: dict[Peer, str] = {}
         """Its data plane; as many as the engine itself remembers, the oldest first."""
-        self._addresses: dict[str, set[str]] = {}
-        """Data plane → the side channels that named it: how the mover's backend knows a peer."""
         self._landed: dict[int, _Landed] = {}
 
     async def start(self) -> None:
@@ -101,11 +100,16 @@ class NixlTransport(Transport):
         return HandshakeDone(peer, told)
 
     def _found(self, peer: Peer, endpoint: str) -> None:
-        address = f"{peer.host}:{peer.port}"
         self._peers.get(endpoint)
-        remember(self._endpoints, peer, endpoint)
-        self._addresses.setdefault(endpoint, set()).add(address)
-        self._mover.find_peer(address)
+        forgotten = remember(self._endpoints, peer, endpoint)
+        self._mover.find_peer(address(peer))
+        if forgotten is not None:
+            self._forget(forgotten)
+
+    def _forget(self, peer: Peer) -> None:
+        self._mover.forget(peer)
+        if all(address(other) != address(peer) for other in self._endpoints):
+            self._mover.find_peer(address(peer))
 
     def _notify(self, ask: Notify) -> None:
         def failed() -> None:
@@ -183,17 +187,20 @@ class NixlTransport(Transport):
 
     def _connection(self, endpoint: str, lost: bool) -> None:
         """A connection to a peer has ended, or begun. Reads that wait for an answer of it fail at once."""
-        for address in self._addresses.get(endpoint, ()):
+        for where in {address(peer) for peer, known in self._endpoints.items() if known == endpoint}:
             if lost:
-                log.info("the agent behind %s has gone", shown(address))
-                self._mover.lose_peer(address, now_ns())
+                log.info("the agent behind %s has gone", shown(where))
+                self._mover.lose_peer(where, now_ns())
             else:
-                self._mover.find_peer(address)
+                self._mover.find_peer(where)
         if not lost:
             return
         for number in [number for number, landed in self._landed.items() if landed.endpoint == endpoint]:
             self._settle(number, MoveFailed(number, LOST))
         self._set_alarm()
+
+    def _needed(self) -> Collection[str]:
+        return {*self._endpoints.values(), *(landed.endpoint for landed in self._landed.values())}
 
     # Looking in
 

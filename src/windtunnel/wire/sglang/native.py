@@ -71,11 +71,12 @@ def plan(body: bytes, headers: Mapping[str, str], env: SglangEnv) -> Generation:
     planned = tuple(requests.prompt_of(value, env, may_be_empty=turn is not None) for value in values)
     requests.check_ranges(sampling.model_dump())
     requests.check_size(len(planned), sampling.n)
-    requests.check_logprobs("top_logprobs_num", _first(request.top_logprobs_num), env)
+    alternatives = requests.first(request.top_logprobs_num)
+    requests.check_logprobs("top_logprobs_num", alternatives, env)
     routed = requests.routing(request, headers, len(planned), env, request.model, sampling.n)
     limit = requests.output_limit(sampling.max_new_tokens, planned, env)
-    wants = _first(request.return_logprob)
-    logprobs = int(_first(request.top_logprobs_num) or 0) if wants else None
+    wants = requests.first(request.return_logprob)
+    logprobs = (alternatives or 0) if wants else None
     spec = NativeSpec(
         env=env,
         rids=result_ids(routed.rids, sampling.n),
@@ -83,7 +84,7 @@ def plan(body: bytes, headers: Mapping[str, str], env: SglangEnv) -> Generation:
         n=sampling.n,
         batch=batch or sampling.n > 1,
         logprobs=logprobs,
-        logprob_start=_first(request.logprob_start_len) if wants else None,
+        logprob_start=requests.first(request.logprob_start_len) if wants else None,
         text_in_logprobs=bool(request.return_text_in_logprobs),
         started_s=env.clock_s(),
         dp_rank=routed.rank,
@@ -148,10 +149,6 @@ def _sampling(request: GenerateRequest) -> SamplingParams:
     if not given or any(one != given[0] for one in given):
         raise WireError("sampling_params differ within the batch: that is not simulated, send separate requests")
     return given[0]
-
-
-def _first(value: Any) -> Any:
-    return (value[0] if value else None) if isinstance(value, list) else value
 
 
 def encoder(generation: Generation) -> StreamEncoder:

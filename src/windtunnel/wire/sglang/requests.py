@@ -114,8 +114,8 @@ def routing(
         bootstrap=_bootstrap(request, count, n or 1),
         prefill_rank=request.disagg_prefill_dp_rank,
         priority=request.priority or 0,
-        cache_salt=_first(request.cache_salt),
-        extra_key=_first(request.extra_key),
+        cache_salt=first(request.cache_salt),
+        extra_key=first(request.extra_key),
         routing_key=headers.get("x-smg-routing-key"),
         session_id=request.session_id,
     )
@@ -201,7 +201,8 @@ def _spread(name: str, value: T | list[T], count: int, n: int) -> list[T]:
     return [one for one in value for _ in range(n)]
 
 
-def _first(value: T | list[T] | None) -> T | None:
+def first(value: T | list[T] | None) -> T | None:
+    """Of a member that is one value, or one for each prompt."""
     return (value[0] if value else None) if isinstance(value, list) else value
 
 

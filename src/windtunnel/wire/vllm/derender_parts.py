@@ -3,9 +3,11 @@
 vLLM 0.33, `scale_out/derender` and `renderers/online_derenderer.py`. A token outside the vocabulary is a 400 of ours.
 """
 
+import math
 from collections.abc import Mapping
+from typing import Annotated
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from windtunnel.wire.env import ServerEnv
 from windtunnel.wire.family import Generation, SamplingPlan, TokenLogprob, WireError
@@ -17,9 +19,19 @@ from windtunnel.wire.vllm.fields import TokenId
 Ids = list[TokenId]
 
 
+def _is_a_logprob(value: float) -> float:
+    """Minus infinity is written as the floor; JSON has no word for the others."""
+    if math.isnan(value) or value == math.inf:
+        raise ValueError(f"logprob is {value}: must be a number or minus infinity")
+    return value
+
+
+Logprob = Annotated[float, AfterValidator(_is_a_logprob)]
+
+
 class Candidate(fields.OpenModel):
     token_id: TokenId
-    logprob: float
+    logprob: Logprob
 
 
 class Entry(Candidate):

@@ -10,6 +10,7 @@ before; the answer is `{"chunk", "stream_state"}`. Two ways, as there:
 Stop texts are refused: what was sent cannot be cut.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
@@ -31,6 +32,9 @@ WINDOW_MAX = 1024
 _SEEDS, _PREFIX = PROMPT_END, 5
 """Tokens of the prompt's end that a stream begins with, and how many of them are its context (vLLM's `detokenizer_utils`)."""
 _CONTEXT = 4
+_COUNT_END = 1 << 63
+"""Counts and offsets that a client tells are added to: without an end a sum has more digits than Python writes."""
+Count = Annotated[int, Field(gt=-_COUNT_END, lt=_COUNT_END)]
 _STOP_TEXTS = (
     "stop strings are not supported by streaming derender because text already sent cannot be cut. Use non-streaming derender "
     "or output_mode=text on /inference/v1/generate which holds stop strings back."
@@ -50,7 +54,7 @@ class State(fields.OpenModel):
     read_offset: AtLeastZero = 0
     role_sent: bool = False
     logprob_context_token_ids: Annotated[list[int], Field(max_length=_CONTEXT)] = Field(default_factory=list)
-    logprob_text_offset: AtLeastZero = 0
+    logprob_text_offset: Annotated[AtLeastZero, Field(lt=_COUNT_END)] = 0
     output_token_ids: Ids = Field(default_factory=list)
     output_chunk_lens: list[AtLeastOne] = Field(default_factory=list)
     tools_streamed: bool = False
@@ -74,8 +78,8 @@ class State(fields.OpenModel):
 
 
 class Counts(fields.OpenModel):
-    prompt_tokens: int = 0
-    completion_tokens: int | None = 0
+    prompt_tokens: Count = 0
+    completion_tokens: Count | None = 0
 
 
 class Chunk(fields.OpenModel):
@@ -88,13 +92,20 @@ class Chunk(fields.OpenModel):
     prompt_token_ids: Ids | None = None
     metrics: dict[str, Any] | None = None
 
+    @field_validator("metrics")
+    @classmethod
+    def _writable(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        """They are given back as they are."""
+        json.dumps(value, allow_nan=False)
+        return value
+
 
 class _Asked(fields.OpenModel):
     stream: Literal[True]
     model: str | None = None
     generate_chunk: Chunk
     stream_state: State | None = None
-    prompt_tokens: int | None = None
+    prompt_tokens: Count | None = None
     prompt_token_ids: Ids | None = None
 
 

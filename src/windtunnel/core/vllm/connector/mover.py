@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from windtunnel.core.transfer.backends import HandleState, TransferBackend, Write
 from windtunnel.core.transfer.frames import KvChunk
-from windtunnel.core.vllm.connector.seam import MoveDone, MoveFailed, StartRead, StartWrite
+from windtunnel.core.vllm.connector.seam import MoveDone, MoveFailed, Peer, StartRead, StartWrite
 
 Move = StartRead | StartWrite
 
@@ -26,7 +26,7 @@ class BlockMover:
 
     def start(self, move: Move, now_ns: int) -> None:
         chunk = KvChunk(move.number, 0, True, 0, move.local_blocks, 0, 0)
-        handle = self.backend.post(Write(address(move), chunk, move.size_bytes), now_ns)
+        handle = self.backend.post(Write(address(move.peer), chunk, move.size_bytes), now_ns)
         self._moves[move.number] = (move, handle)
 
     def next_event_at(self) -> int | None:
@@ -49,6 +49,6 @@ class BlockMover:
         return reports
 
 
-def address(move: Move) -> str:
+def address(peer: Peer) -> str:
     """How the backend knows the other end of a move."""
-    return f"{move.peer.host}:{move.peer.port}"
+    return f"{peer.host}:{peer.port}"
