@@ -34,9 +34,9 @@ $(READY): requirements.lock pyproject.toml
 demo: $(READY)
 	$(BIN)/windtunnel demo
 
-# Tests of one file share a worker: they may share a server. Most wait more than they compute, so three fit two cores.
+# Tests of one file share a worker: they may share a server. Most wait more than they compute, so four fit two cores.
 # Files begin in the order of tests/conftest.py, the longest first. Hundreds of processes start: each reads what is compiled here.
-WORKERS ?= 3
+WORKERS ?= 4
 test: $(READY)
 	@$(BIN)/python -m compileall -q src
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder

@@ -1,5 +1,6 @@
 """Settings of the whole suite: no property test has a wall-clock limit, and every run the same examples and surroundings."""
 
+import gc
 import os
 import signal
 from pathlib import Path
@@ -54,3 +55,9 @@ LONGEST_FIRST = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     rank = {Path(__file__).parent / name: at for at, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: rank.get(item.path, len(rank)))
+
+
+def pytest_collection_finish() -> None:
+    """What collection made stays to the end, so the collector need not go over it again and again."""
+    gc.collect()
+    gc.freeze()

@@ -30,6 +30,18 @@ def test_a_wait_counts_for_no_longer_than_was_asked_for(monkeypatch: pytest.Monk
         assert own.now_ns() == counted * MS
 
 
+def test_a_turn_counts_for_what_it_computes_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu_ns = 0
+    told = SimpleNamespace(monotonic_ns=lambda: 0, thread_time_ns=lambda: cpu_ns)
+    monkeypatch.setattr("tests.own_time.time", told)
+    own = OwnTime(SimpleNamespace(_selector=SimpleNamespace(select=lambda _timeout: [])))
+    for worked, counted in ((30, 30), (5000, 130), (7, 137)):
+        cpu_ns += worked * MS
+        assert own.now_ns() == counted * MS
+        own.select(0)
+        assert own.now_ns() == counted * MS
+
+
 async def test_loop_servers_and_lab_have_one_clock() -> None:
     loop, real = asyncio.get_running_loop(), clock.now_ns
     with own_time(loop) as own:
