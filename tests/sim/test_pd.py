@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import pytest
+from tests.sim.test_kv_pd import ALONE, WORKLOAD
 
 from windtunnel.core.sglang.disagg.worker import DisaggWorker
 from windtunnel.core.units import MS, S
@@ -15,7 +16,6 @@ from windtunnel.sim.router import Router
 from windtunnel.sim.scenario import Scenario, ScenarioError, parse_scenario
 from windtunnel.sim.swarm import random_scenario, run_seed
 
-WORKLOAD = {"rate": 20, "prompt_tokens": "uniform:20:300", "output_tokens": "uniform:5:60"}
 CONFIG = {"page_size": 16, "max_total_num_tokens": 65536}
 SHORT = {"waiting_timeout_ns": "2s", "bootstrap_timeout_ns": "2s", "transferring_timeout_ns": "2s", "tombstones": True}
 
@@ -79,12 +79,7 @@ def test_every_policy_ends_every_request_once_on_each_leg(policy: str) -> None:
 
 def test_a_lone_request_takes_what_its_parts_take() -> None:
     """Topology and its answer, metadata, the prefill step, the write, the notice of success; then a step for each token."""
-    scenario = pd(
-        (1, 1),
-        network={"client_router": "1ms", "router_engine": "2ms", "engine_engine": "5ms", "bandwidth_mbit": 1e12},
-        workload={"kind": "closed", "users": 1, "requests": 1, "prompt_tokens": 160, "output_tokens": 20},
-    )
-    row = json.loads(run(scenario).rows[0])
+    row = json.loads(run(pd((1, 1), **ALONE)).rows[0])
     write_ns = MS // 10 + 160 * 131072 // 10
     prefill_ns = 10 * MS + 160 * MS // 50
     assert row["ttft_ns"] == pytest.approx((3 + 5 + 5 + 5) * MS + prefill_ns + write_ns + (5 + 3) * MS, abs=1000)
