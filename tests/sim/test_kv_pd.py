@@ -18,6 +18,7 @@ ALONE: dict[str, Any] = {
     "workload": {"kind": "closed", "users": 1, "requests": 1, "prompt_tokens": 160, "output_tokens": 20},
 }
 """One request, on wires whose bytes cost nothing."""
+CONNECTORS = ("NixlConnector", "MooncakeConnector")
 
 
 def pd(sizes: tuple[int, int] = (2, 3), disagg: dict[str, Any] | None = None, **changes: Any) -> Scenario:
@@ -109,7 +110,7 @@ def test_a_slow_router_reads_what_is_not_there_any_more() -> None:
     )
 
 
-@pytest.mark.parametrize("connector", ["NixlConnector", "MooncakeConnector"])
+@pytest.mark.parametrize("connector", CONNECTORS)
 @pytest.mark.parametrize("engine", [0, 2])
 def test_a_dead_peer_costs_its_requests_and_no_more(engine: int, connector: str) -> None:
     """Mooncake's decode does not notice that its prefill is gone; a restarted prefill is another engine, and is found."""
@@ -155,13 +156,15 @@ def test_a_stalled_transfer_holds_the_decode_s_blocks_for_good() -> None:
     assert decode.outstanding()["orphaned_loads"] == stalled == result.summary["requests"]["timed_out"] > 0
 
 
-def test_same_seed_same_bytes() -> None:
+@pytest.mark.parametrize("connector", CONNECTORS)
+def test_same_seed_same_bytes(connector: str) -> None:
     faults = [
         {"at": "1s", "engine": 0, "kind": "crash", "duration": "300ms"},
         {"at": "2s", "engine": 2, "kind": "lose_frames", "duration": "1s", "share": 0.3},
         {"at": "3s", "engine": 1, "kind": "silent", "duration": "1s"},
     ]
-    scenario = pd(faults=faults, network={"jitter": "1ms"}, clients={"retries": 2, "abort": {"share": 0.3}}, policy="random")
+    clients = {"retries": 2, "abort": {"share": 0.3}}
+    scenario = pd(disagg={"connector": connector}, faults=faults, network={"jitter": "1ms"}, clients=clients, policy="random")
     first, second = run(scenario), run(scenario)
     assert first.rows == second.rows and first.summary == second.summary
     assert first.timeline.text() == second.timeline.text()

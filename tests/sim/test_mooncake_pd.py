@@ -98,17 +98,6 @@ def test_few_workers_make_a_prefill_s_pulls_stand_in_line() -> None:
     assert slowest[10] < 100 and slowest[1] > 1000
 
 
-def test_same_seed_same_bytes() -> None:
-    faults = [
-        {"at": "1s", "engine": 0, "kind": "crash", "duration": "300ms"},
-        {"at": "2s", "engine": 2, "kind": "lose_frames", "duration": "1s", "share": 0.3},
-        {"at": "3s", "engine": 1, "kind": "silent", "duration": "1s"},
-    ]
-    scenario = pd(faults=faults, network={"jitter": "1ms"}, clients={"retries": 2, "abort": {"share": 0.3}}, policy="random")
-    first, second = run(scenario), run(scenario)
-    assert first.rows == second.rows and first.summary == second.summary
-
-
 def test_patience_is_vllm_s_unless_told() -> None:
     for told, wanted_ns in (({}, 480 * S), ({"abort_timeout_ns": "3s"}, 3 * S)):
         engine = Cluster(pd(disagg=told)).replicas[0].engine
